@@ -34,7 +34,7 @@ _TOO_DEEP = (
     f"brackets or indentation are nested too deep, or an alias (*name) contains itself. At most {_MAX_DEPTH} values "
     "can be inside of one another."
 )
-_MERGE = "tag:yaml.org,2002:merge"
+_MERGE, _TEXT = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:str"
 _SCALARS = ("str", "null", "bool", "int", "float")
 _MISSING = object()
 
@@ -277,48 +277,56 @@ def _parse(text: str, source: str) -> Tree:
     tree, counter = Tree(), itertools.count()
     constructor: Any = yaml.constructor.SafeConstructor()
 
-    def locate(node: Any, key: Key, depth: int) -> None:
-        """Record the location of each value in a node of PyYAML; raise ConfigError for what is no plain value."""
+    def locate(node: Any, key: Key, depth: int, overriding: set[Any]) -> None:
+        """Record the location of each value in a node of PyYAML; raise ConfigError for what is no plain value.
+
+        The node may be a mapping that `<<` merges into the one at the key, without the names in `overriding`.
+        """
         location = SourceLocation(source, node.start_mark.line + 1)
         tree.locations.setdefault(key, location)
         if depth > _MAX_DEPTH:
             raise ConfigError(f"{location}: {_TOO_DEEP}")
         if next(counter) > _MAX_VALUES:
             raise ConfigError(f"{location}: aliases (*name) make too many values. Write the values out.")
+        if node.id == "scalar" and node.tag == _MERGE:
+            node.tag = _TEXT  # a value, not a key
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         if kind not in {"sequence": ("seq",), "mapping": ("map",)}.get(node.id, _SCALARS):
             raise ConfigError(f"{location}: the tag {node.tag!r} is not known. Only plain values are read.")
         if kind == "int" and (len(node.value) > 25 or abs(int(node.value)) >= 2**64):
             raise ConfigError(f"{location}: {node.value[:20]}... is too large: integers have at most 64 bits.")
         for number, entry in enumerate(node.value if kind == "seq" else ()):
-            locate(entry, (*key, number), depth + 1)
+            locate(entry, (*key, number), depth + 1, set())
         lines: dict[Any, int] = {}
-        # what `<<` merges into the mapping comes first, as its other names override that
-        for name_node, value_node in (
-            sorted(node.value, key=lambda pair: pair[0].tag != _MERGE) if kind == "map" else ()
-        ):
-            location = SourceLocation(source, name_node.start_mark.line + 1)
-            if name_node.tag == _MERGE:
-                for merged in value_node.value if value_node.id == "sequence" else [value_node]:
-                    if merged.id != "mapping":
-                        raise ConfigError(f"{location}: `<<` takes a mapping, or a list of mappings.")
-                    locate(merged, key, depth + 1)
-                continue
-            locate(name_node, key, depth + 1)
-            name = constructor.construct_object(name_node) if name_node.id == "scalar" else None
+        merged: list[Any] = []
+        for name_node, value_node in node.value if kind == "map" else ():
+            location, is_merge = SourceLocation(source, name_node.start_mark.line + 1), name_node.tag == _MERGE
+            name: Any = name_node.value if is_merge else None
+            if not is_merge:
+                locate(name_node, key, depth + 1, set())
+                name = constructor.construct_object(name_node) if name_node.id == "scalar" else None
             if name is None:
                 raise ConfigError(f"{location}: a key must be a name or a number.")
             if name in lines:
                 message = f"{name!r} is here a second time; the first is in line {lines[name]}. Leave one out."
                 raise ConfigError(f"{location}: {message}")
-            lines[name], tree.locations[*key, name] = location.line, location
-            locate(value_node, (*key, name), depth + 1)
+            lines[name] = location.line
+            if is_merge:
+                merged = value_node.value if value_node.id == "sequence" else [value_node]
+                if any(entry.id != "mapping" for entry in merged):
+                    raise ConfigError(f"{location}: `<<` takes a mapping, or a list of mappings.")
+            elif name not in overriding:
+                tree.locations[*key, name] = location
+                locate(value_node, (*key, name), depth + 1, set())
+        overriding.update(lines)
+        for entry in merged:
+            locate(entry, key, depth + 1, overriding)
 
     try:
         node = yaml.compose(text, loader())
         if node is None:
             raise ConfigError(f"{source}: the file is empty. It needs at least `trainer:` and its arguments.")
-        locate(node, (), 0)
+        locate(node, (), 0, set())
         tree.values = constructor.construct_document(node)
     except RecursionError as error:
         raise ConfigError(f"{source}: {_TOO_DEEP}") from error

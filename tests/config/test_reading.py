@@ -30,7 +30,7 @@ def resolved(folder: Path, text: str) -> dict[str, Any]:
     ("on", "on"), ("off", "off"), ("yes", "yes"), ("no", "no"), ("y", "y"),
     ("2024-01-01", "2024-01-01"), ("1:30", "1:30"), ("0o7", "0o7"), ("0x10", "0x10"), ("010", "010"),
     ("'1'", "1"), ("2h30m", "2h30m"), ("[1, a]", [1, "a"]), ("{a: 1e-3}", {"a": 1e-3}), ("a: b", "a: b"),
-    ("a # b", "a"), ("", ""), ("*x", "*x"), ("%", "%"),
+    ("a # b", "a"), ("", ""), ("*x", "*x"), ("%", "%"), ("<<", "<<"), ("[<<]", ["<<"]),
 ])  # fmt: skip
 def test_yaml_values(text: str, value: Any) -> None:
     parsed = parse_value(text, SourceLocation("here"))
@@ -55,6 +55,19 @@ def test_yaml_anchors_and_merge_keys(tmp_path: Path) -> None:
     assert merged["d"] == {"q": 1, "r": 4, "s": 3}
 
 
+def test_merged_values_have_lines_of_their_source(tmp_path: Path) -> None:
+    tree = read(
+        written(tmp_path, "a: &a {q: {r: 1,\n t: 2}}\nb: &b {q: 2,\n s: 3}\nc: {<<: [*a, *b]}\nd: {<<: *a, q: 4}\n")
+    )
+    assert tree.values["c"] == {"q": {"r": 1, "t": 2}, "s": 3} and tree.values["d"] == {"q": 4}
+    lines = {key[1:]: location.line for key, location in tree.locations.items() if key[:1] == ("c",)}
+    assert lines == {(): 5, ("q",): 1, ("q", "r"): 1, ("q", "t"): 2, ("s",): 4}
+    assert {key: location.line for key, location in tree.locations.items() if key[:1] == ("d",)} == {
+        ("d",): 6,
+        ("d", "q"): 6,
+    }
+
+
 @pytest.mark.parametrize(("text", "line", "words"), [
     ("a: 1\nb: 2\na: 3\n", 3, "'a' is here a second time; the first is in line 1"),
     ("a:\n  b: 1\n  c: {d: 1, d: 2}\n", 3, "'d' is here a second time"),
@@ -69,6 +82,7 @@ def test_yaml_anchors_and_merge_keys(tmp_path: Path) -> None:
     ("b: 1\na: {<<: x}\n", 2, "`<<` takes a mapping"),
     ("b: 1\na: {<<: [{c: 1}, 2]}\n", 2, "`<<` takes a mapping"),
     ("b: 1\na: &x\n  <<: *x\n", 2, "contains itself"),
+    ("a: &x {b: 1}\nc:\n  <<: *x\n  <<: {d: 1}\n", 4, "'<<' is here a second time; the first is in line 3"),
     ("? [1, 2]\n: 3\n", 1, "a key must be a name or a number"),
     ("a: 1\n---\nb: 2\n", 2, "found another document"),
 ])  # fmt: skip
