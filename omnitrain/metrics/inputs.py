@@ -4,7 +4,8 @@ Nothing here synchronizes with the device.
 
 * Classification: integer (or bool) labels with class scores of one more dimension, `(N, C)`, `(N, L, C)` or
   torch's `(N, C, L)`; if both of the last two would fit, the last dimension is the classes. The predicted
-  class is the argmax. Integer outputs of the labels' shape are taken as predictions. Labels of -100 are ignored.
+  class is the argmax. Integer outputs of the labels' shape are taken as predictions. Labels of -100, and of the
+  loss's `ignore_index`, are ignored.
   Nothing is shifted: the scores at a position are compared with the label at that position.
 * One score for each label of 0 or 1: scores have the labels' shape, up to a dimension of 1. With one label per sample
   these are two classes; with several they are multi-label, or one-hot classes. The loss decides (`Scores`). If it does
@@ -20,7 +21,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -95,6 +96,8 @@ class Scores:
     are_probabilities: bool | None = None
     are_of_classes: bool | None = None
     """Whether the classes of a sample exclude each other, so that labels of the scores' shape are one-hot."""
+    ignore_index: int = field(default=IGNORED, repr=False)
+    """The integer label that the loss leaves out; it is left out here as well as -100."""
 
 
 @dataclass(slots=True)
@@ -189,7 +192,10 @@ class Batch:
 
     def __init__(self, outputs: torch.Tensor, labels: torch.Tensor, layout: Layout) -> None:
         self.outputs: torch.Tensor = outputs
-        self.labels: torch.Tensor = labels.to(outputs.device)
+        labels, ignore_index = labels.to(outputs.device), layout.scores.ignore_index
+        if ignore_index != IGNORED and is_integer(labels):
+            labels = labels.long().masked_fill(labels == ignore_index, IGNORED)
+        self.labels: torch.Tensor = labels
         self.names: Sequence[str] = ()
         """The metrics that are updated now, for errors."""
         self._layout = layout

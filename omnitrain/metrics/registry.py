@@ -235,7 +235,7 @@ class NamedMetrics:
                 expected = "0 and 1, though the model gives one score for each label"
             raise DataError(
                 f"{outside} labels are outside {expected}. "
-                f"Use labels of 0 to C - 1, and {IGNORED} for what is to be ignored."
+                f"Use labels of 0 to C - 1, and {IGNORED}, or the loss's `ignore_index`, for what is to be ignored."
             )
         has_nan = bool(int(layout.nan))
         if has_nan:

@@ -9,7 +9,7 @@ import numbers
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,7 +140,8 @@ def scores_for(loss_fn: Any, model: Any = None) -> Scores:
     """
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     if loss_fn is not None:
-        return _SCORES_OF.get(name, Scores())
+        scores, ignore_index = _SCORES_OF.get(name, Scores()), getattr(loss_fn, "ignore_index", None)
+        return replace(scores, ignore_index=ignore_index) if type(ignore_index) is int else scores
     config = getattr(model, "config", None)
     if config is None or not type(model).__module__.startswith("transformers."):
         return Scores()

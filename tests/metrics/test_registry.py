@@ -425,6 +425,21 @@ def test_loss_decides_whether_single_labels_are_one_hot():
     assert scores == [pytest.approx(2 / 3), 1.0, 1.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.long, torch.uint8])
+def test_loss_decides_which_label_is_ignored(dtype):
+    labels = torch.tensor([[0, 255, 0], [1, 1, 255]], dtype=dtype)
+    first = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
+    outputs = torch.stack([first, torch.full((2, 3), 0.5)], dim=1)  # class 0 but for one pixel
+    for predictions in (outputs, outputs.argmax(1)):
+        metrics = NamedMetrics(["accuracy", "miou"], scores_for(torch.nn.CrossEntropyLoss(ignore_index=255)))
+        metrics.update(predictions, labels)
+        assert metrics.compute() == pytest.approx({"accuracy": 3 / 4, "miou": (2 / 3 + 1 / 2) / 2})
+    plain = NamedMetrics(["accuracy"], scores_for(torch.nn.CrossEntropyLoss()))
+    plain.update(outputs, labels)
+    with pytest.raises(DataError, match=r"2 labels are outside 0\.\.1.*`ignore_index`"):
+        plain.compute()
+
+
 def test_loss_decides_whether_scores_are_logits(caplog):
     outputs, labels, scores = torch.tensor([0.2, 0.3, 0.9]), torch.tensor([1, 0, 1]), []
     for loss in (torch.nn.functional.binary_cross_entropy_with_logits, torch.nn.BCELoss(), None):
