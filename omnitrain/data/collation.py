@@ -380,15 +380,18 @@ def _like_batch(batch: Mapping[str, Any], entries: dict[str, Any]) -> Mapping[st
 def count_samples(batch: Any) -> int:
     """Return how many samples a batch holds: the length of its first tensor or array, or otherwise of its first list.
 
-    Of any other object it is `num_graphs`, or `batch_size`, or its length. A batch that has a method `count_samples`,
-    such as that of several tasks, returns it.
+    Of any other object it is `num_graphs`, or `batch_size`, or its length. `num_graphs` comes first in a dataclass:
+    tensors of graphs that were joined are as long as all their nodes or edges. A batch that has a method
+    `count_samples`, such as that of several tasks, returns it.
 
     Raises:
         DataError: If nothing in the batch has a length.
     """
     if isinstance(batch, tuple) and hasattr(batch, "count_samples"):
         return batch.count_samples()  # type: ignore[attr-defined]
-    count = _count(batch)
+    count = getattr(batch, "num_graphs", None) if _fields_of(batch) is not batch else None
+    if type(count) is not int:
+        count = _count(batch)
     if count is not None:
         return count
     sizes = [getattr(batch, name, None) for name in ("num_graphs", "batch_size")]
@@ -549,8 +552,10 @@ class _Cut:
                 return value[self.start : self.stop]
             raise _unsplittable(value, f" of {len(value)} entries{name} in a batch of {self.rows} rows")
         if is_dataclass(value):
-            entries = _fields_of(value).items()
-            return _with_fields(value, {key: self.of(entry, f" under {key!r}") for key, entry in entries})
+            entries = {key: self.of(entry, f" under {key!r}") for key, entry in _fields_of(value).items()}
+            if entries.get("num_graphs") == self.rows:
+                entries["num_graphs"] = self.stop - self.start
+            return _with_fields(value, entries)
         raise _unsplittable(value, name)
 
     def of_columns(self, value: Any) -> Any:

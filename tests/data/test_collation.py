@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import pickle
 import re
 import warnings
@@ -337,6 +338,23 @@ def test_count_samples_of_any_batch() -> None:
     for batch in (torch.tensor(1.0), {}, {"x": 1}, (), 3, "text", None, np.array(1)):
         with pytest.raises(DataError, match=type(batch).__name__):
             count_samples(batch)
+
+
+@dataclasses.dataclass
+class JoinedGraphs:
+    nodes: torch.Tensor
+    labels: torch.Tensor
+    num_graphs: int
+
+
+def test_count_samples_prefers_num_graphs_of_dataclass() -> None:
+    """The nodes of all graphs come first, and are not its samples; parts of a split have their own number."""
+    batch = JoinedGraphs(torch.ones(7, 2), torch.ones(3, 1), 3)
+    assert count_samples(batch) == 3
+    with pytest.raises(DataError, match="split_batch"):
+        split_batch(batch, 2)
+    parts = split_batch(JoinedGraphs(torch.ones(3, 5, 2), torch.ones(3, 1), 3), 2)
+    assert [(part.num_graphs, len(part.nodes)) for part in parts] == [(2, 2), (1, 1)]
 
 
 Pair = collections.namedtuple("Pair", "first second")
