@@ -14,7 +14,7 @@ import torch
 from marks import thinned
 from safetensors.torch import load_file
 
-from omnitrain import ConfigError
+from omnitrain import ConfigError, Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -139,6 +139,9 @@ def test_readme_lists_examples() -> None:
         ("graphs.py", {"epochs": 8}, lambda result: result["with messages"] - 0.3 > result["nodes only"]),
         ("curriculum.py", {}, lambda result: result["curriculum"] - 0.3 > result["all at once"]),  # by chance: 0.5
         ("active_learning.py", {"rounds": 6}, lambda result: result["uncertain"][-1] > result["random"][-1]),
+        ("preferences.py", {}, lambda result: result["forwards after"] > result["forwards before"] + 0.1),
+        ("diffusion.py", {"epochs": 20}, lambda result: result["drawn"] > 0.8),  # by chance: 0.1
+        ("reinforce.py", {"steps": 30}, lambda result: result["best"] > 3 * result["first"]),
         ("streaming.py", {"steps": 120}, lambda result: result[0] > 0.7 and result[1] == 0),  # equal when resumed
     ],
 )
@@ -182,6 +185,54 @@ def test_gan_resumes_bit_for_bit(tmp_path: Path) -> None:
     whole = train(images, 4, str(tmp_path / "whole"))
     train(images, 2, str(tmp_path / "in two"))
     torch.testing.assert_close(train(images, 4, str(tmp_path / "in two")), whole, rtol=0, atol=0)
+
+
+def test_preferences_train_the_policy_only(tmp_path: Path) -> None:
+    """The reference of the unit is in no optimizer and no checkpoint, and does not change."""
+    example = names_of("preferences.py")
+    policy = example["GPT2LMHeadModel"](example["GPT2Config"](**example["SHAPE"]))
+    unit = example["Preference"](policy)
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    texts = {"chosen": example["count"](example["MINUTES"], 1), "rejected": example["count"](example["MINUTES"], -1)}
+    trainer = Trainer(policy, texts, unit=unit, max_steps=2, learning_rate=1e-2, save_dir=tmp_path, progress_bar=False)
+    trainer.train()
+    for name, tensor in unit.reference.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
+    assert not torch.equal(policy.transformer.wte.weight, before["transformer.wte.weight"])
+    optimized = {id(weight) for group in trainer.optimizer.param_groups for weight in group["params"]}
+    assert optimized == {id(weight) for weight in policy.parameters()}
+    files = [load_file(file) for file in tmp_path.rglob("model.safetensors")]
+    sizes = [sum(tensor.numel() for tensor in file.values()) for file in files]
+    assert sizes and set(sizes) == {policy.num_parameters()}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_reinforce_plays_with_current_weights(accumulation: int) -> None:
+    example = names_of("reinforce.py")
+    policy = torch.nn.Linear(4, 3)
+
+    class Watched(example["Episodes"]):  # type: ignore[misc]
+        def play(self) -> dict[str, torch.Tensor]:
+            steps.append(trainer.progress.step)
+            return super().play()
+
+    steps: list[int] = []
+    options: dict[str, Any] = {
+        "epochs": 1,
+        "batch_size": 16 // accumulation,
+        "gradient_accumulation_steps": accumulation,
+    }
+    unit = example["Reinforce"](policy)
+    trainer = Trainer(policy, Watched(policy, rounds=3), unit=unit, learning_rate=1e-2, progress_bar=False, **options)
+    trainer.train()
+    assert steps == [0, 1, 2]
+
+
+def test_export_gives_the_same_outputs(capsys: pytest.CaptureFixture[str]) -> None:
+    results = names_of("export.py")["main"](epochs=1)
+    assert results.pop("accuracy") > 0.5
+    assert results.keys() >= {"model.pt2"} and max(results.values()) < 1e-4
+    assert "model.safetensors" in capsys.readouterr().out
 
 
 def test_k_fold_holds_out_each_fold() -> None:
