@@ -211,8 +211,15 @@ def check_number(
     """Raise ConfigError unless the argument `name` is a finite number, or an integer, within these bounds."""
     is_number = isinstance(value, numbers.Integral if is_whole else numbers.Real) and not isinstance(value, bool)
     number: Any = value
-    if not is_number or not math.isfinite(number) or not (least <= number <= most and above < number < below):
+    is_huge = is_number and isinstance(number, int) and abs(number) > 10**40  # too large for a float, or to be shown
+    if (
+        not is_number
+        or is_huge
+        or not math.isfinite(number)
+        or not (least <= number <= most and above < number < below)
+    ):
         bounds = {"of at least": least, "above": above, "below": below, "of at most": most}
         words = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
         kind = "an integer" if is_whole else "a finite number"
-        raise ConfigError(f"`{name}` must be {kind}{words and ' '}{words}, got {value!r}.")
+        shown = "one of more than 40 digits" if is_huge else repr(value)
+        raise ConfigError(f"`{name}` must be {kind}{words and ' '}{words}, got {shown}.")

@@ -45,6 +45,7 @@ HOOK = r"The hook on_epoch_end is called with trainer, epoch, got .*\(a, b, c\)"
     *rows(GarbageCollection, "{}", ("generation", 3), ("generation", True)),
     *rows(Profiler, "`{}` must be an integer of at least", ("skip", -1), ("wait", 0.5), ("warmup", True)),
     *rows(Profiler, "`{}` must be an integer of at least", ("active", 0), ("repeat", -2), ("rows", 0)),
+    *rows(Profiler, "`{}` must be an integer.*, got one of more than 40 digits", ("skip", 10**5000)),
     *rows(Throughput, "`{}` must be", ("window", 0), ("window", 1.5), ("window", True), ("flops", -1), ("peak", "1")),
     *rows(ProgressBar, "`{}` must be a positive duration", *(("every", value) for value in ("25", 0, "fast", -3))),
     (Distributions, {"of": ("weigths",)}, r"`of` must hold some of 'weights', .*Did you mean 'weights'"),

@@ -138,6 +138,7 @@ def test_sets_have_their_own_unit(trainer_class: Any) -> None:
     ("options", "message"),
     [
         ({"weight": -1}, "EvalSet.weight`.*at least 0, got -1"), ({"weight": float("nan")}, "EvalSet.weight`.*got nan"),
+        ({"weight": 10**400}, "EvalSet.weight`.*got one of more than 40 digits"),
         ({"subset": 0}, "EvalSet.subset`.*got 0"), ({"subset": True}, "EvalSet.subset`.*got True"),
         ({"every": "2h"}, "`every`.*steps or epochs.*'2h'"), ({"every": 0}, "`every`.*got 0"),
         ({"unit": 3}, "`unit`.*callable.*got 3"), ({"dataset": {"b": classes()}}, "one dataset or loader, got dict"),
