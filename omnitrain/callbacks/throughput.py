@@ -88,13 +88,13 @@ class Throughput(Callback):
         for name, value in (("flops", flops), ("peak", peak)):
             if value is not None:
                 check_number(name, value, above=0)
-        self.window: int = window
+        self.window: int = int(window)
         self.peak: float | None = peak
         self.flops: float | None = flops
         """Operations per token or sample, once known."""
         self.hardware_flops: float | None = flops
         """Operations per token or sample including recomputed activations."""
-        self._rows: deque[_Totals] = deque(maxlen=window + 1)
+        self._rows: deque[_Totals] = deque(maxlen=self.window + 1)
         self._flops = {"forward": 0.0, "backward": 0.0}
         self._start_counts: tuple[int, int] = (0, 0)
         self._has_reported = False

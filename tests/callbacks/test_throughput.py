@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -188,3 +189,7 @@ def test_throughput_counts_flops_in_the_first_step_only() -> None:
 
     run(Trainer, t16(dtype=torch.float32), rows(20, torch.float32), Noting(), loss_fn=F.mse_loss)
     assert steps == [0]
+
+
+def test_window_may_be_of_numpy() -> None:
+    assert Throughput(window=np.int64(2)).window == 2

@@ -44,6 +44,12 @@ def test_groups_are_sorted_and_have_each_sample_once(
         assert lengths[0] == max(sizes)
 
 
+def test_sizes_of_numpy_can_be_saved() -> None:
+    groups = GroupByLength(texts([3, 2, 4]), np.int64(2), pool=np.int64(3))
+    assert {type(groups.order_options()[name]) for name in ("group_size", "pool")} == {int}
+    assert type(PackedDataset(texts([3, 2, 4]), np.int64(4)).length) is int
+
+
 def test_groups_save_padding_and_differ_from_epoch_to_epoch() -> None:
     sizes = np.random.default_rng(0).lognormal(3, 1, 4000).astype(int) + 1
     data = GroupByLength(texts(sizes), 32)
