@@ -280,14 +280,14 @@ def code_digest(value: Any) -> str | None:
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest() if parts else None
 
 
-def _code_parts(value: Any) -> list[str]:
+def _code_parts(value: Any, callers: tuple[FunctionType, ...] = ()) -> list[str]:
     if isinstance(value, functools.partial):
         options = [content_digest(argument) or "" for argument in (list(value.args), value.keywords)]
         return [*_code_parts(value.func), *options]
     if inspect.ismethod(value):
         return [value.__func__.__qualname__, *_code_parts(value.__self__)]
     if isinstance(value, FunctionType):
-        return [_normalized_source(value), *_closure_parts(value)]
+        return [_normalized_source(value), *_closure_parts(value, (*callers, value))]
     if not hasattr(value, "__dict__") or isinstance(value, type):
         return [_qualified_name(value)]  # a built-in, or a class
     if isinstance(value, WeightedLosses):
@@ -303,8 +303,11 @@ def _code_parts(value: Any) -> list[str]:
     return [_normalized_source(type(value)), *(f"{name}={digest}" for name, digest in digests.items() if digest)]
 
 
-def _closure_parts(function: FunctionType) -> list[str]:
-    """Return the closure and the defaults of a function, as far as training does not change them."""
+def _closure_parts(function: FunctionType, callers: tuple[FunctionType, ...]) -> list[str]:
+    """Return the closure and the defaults of a function, as far as training does not change them.
+
+    `callers` are the functions whose closures are being read, itself the last: functions may call each other.
+    """
     constants, tensors, functions = [], [], []
     for cell in function.__closure__ or ():
         try:
@@ -315,8 +318,8 @@ def _closure_parts(function: FunctionType) -> list[str]:
             constants.append(content_digest(value) or "")
         elif isinstance(value, torch.Tensor) and not value.requires_grad:
             tensors.append(content_digest(value) or "")
-        elif isinstance(value, FunctionType) and value is not function:  # one that calls itself has itself there
-            functions += _code_parts(value)
+        elif isinstance(value, FunctionType) and value not in callers:
+            functions += _code_parts(value, callers)
     for value in function.__defaults__ or ():
         if isinstance(value, (str, int, float, tuple)):
             constants.append(content_digest(value) or "")

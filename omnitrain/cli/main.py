@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parser.print_help()
                 return 0
             if not argv[0].startswith("-") and argv[0] not in commands:
-                parser.error(f"there is no command {argv[0]!r}.{did_you_mean(argv[0], commands)}")
+                hint = did_you_mean(argv[0], commands) or f" There are {', '.join(commands)}."
+                parser.error(f"there is no command {argv[0]!r}.{hint}")
             args, words = parser.parse_known_args(argv)
             if "words" in args:
                 args.words = words

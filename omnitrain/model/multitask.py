@@ -116,7 +116,7 @@ class MultiTask(Dataset[tuple[str, Any]]):
         self._firsts = np.concatenate([[0], np.cumsum(self._sizes)])
         if epoch_size is not None:
             check_number("epoch_size", epoch_size, least=1, is_whole=True)
-        self.epoch_size: int = int(self._sizes.sum()) if epoch_size is None else epoch_size
+        self.epoch_size: int = int(self._sizes.sum()) if epoch_size is None else int(epoch_size)
         self._counts = _apportioned(self.epoch_size, self._shares())
 
     def _shares(self) -> np.ndarray:

@@ -209,3 +209,16 @@ def test_code_of_a_loss_includes_options_but_not_counters() -> None:
         digest = code_digest(code)
         loss(1, 2)
         assert digest == code_digest(equal) != code_digest(other)
+
+
+def test_code_of_functions_that_call_each_other() -> None:
+    def pair(limit: int) -> Callable[..., Any]:
+        def even(number: int) -> bool:
+            return number > limit or odd(number + 1)
+
+        def odd(number: int) -> bool:
+            return number > limit and even(number + 1)
+
+        return even
+
+    assert code_digest(pair(3)) == code_digest(pair(3)) != code_digest(pair(4))

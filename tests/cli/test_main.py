@@ -27,7 +27,7 @@ def start(*arguments: str, cwd: Path) -> contextlib.AbstractContextManager[subpr
 
 
 @pytest.mark.parametrize(("words", "expected"), [
-    ("dmo x", "there is no command 'dmo'. Did you mean 'demo'?"), ("bananas", "there is no command 'bananas'."),
+    ("dmo x", "there is no command 'dmo'. Did you mean 'demo'?"), ("bananas", "'bananas'. There are demo, train,"),
     ("demo --trainer magic", "'native'"), ("demo --out", "--out"),
     ("demo --data mnist", "--data"), ("demo --train hf", "--train"),
     ("checkpoint", "usage: omnitrain checkpoint"), ("launch", "script"), ("launch -n two train.py", "'two'"),
