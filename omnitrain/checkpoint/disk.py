@@ -11,7 +11,7 @@ import hashlib
 import operator
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict
@@ -164,10 +164,13 @@ def read_or_none(path: Path) -> bytes | None:
 
 
 @contextlib.contextmanager
-def hashing(files: Iterable[Path]) -> Iterator[Iterator[str]]:
-    """Yield the digests of files in order; large ones are hashed in threads (hashlib releases the GIL)."""
-    files = list(files)
-    if sum(file.stat().st_size for file in files) < _MIN_THREADED_BYTES:
+def hashing(sizes: Mapping[Path, int]) -> Iterator[Iterator[str]]:
+    """Yield the digests of files, given with their sizes, in order; large ones are hashed in threads.
+
+    hashlib releases the GIL.
+    """
+    files = list(sizes)
+    if sum(sizes.values()) < _MIN_THREADED_BYTES:
         yield map(_digest, files)
         return
     pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))

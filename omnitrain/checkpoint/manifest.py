@@ -445,7 +445,7 @@ def parse_manifest(data: bytes, name: str) -> dict[str, Any]:
 def check_hashes(folder: Path, files: Mapping[str, FileEntry]) -> None:
     """Raise a CheckpointError for the first file whose content has changed."""
     try:
-        with hashing(map(folder.joinpath, files)) as digests:
+        with hashing({folder / name: entry["size"] for name, entry in files.items()}) as digests:
             for (name, entry), digest in zip(files.items(), digests, strict=True):
                 if digest != entry["sha256"]:
                     raise CheckpointError(

@@ -184,11 +184,12 @@ class Store:
             name = file.relative_to(folder).as_posix()
             if name not in entries:
                 unsynced[name] = file
-        with hashing(unsynced.values()) as digests:  # while the disk writes
+        sizes = {file: file.stat().st_size for file in unsynced.values()}
+        with hashing(sizes) as digests:  # while the disk writes
             for file in unsynced.values():
                 self.fs.sync(file)
             for (name, file), digest in zip(unsynced.items(), digests, strict=True):
-                entries[name] = {"size": file.stat().st_size, "sha256": digest}
+                entries[name] = {"size": sizes[file], "sha256": digest}
         content = {
             "step": step,
             # counts saves, not steps: a run that was resumed from an earlier step saves lower steps later
