@@ -54,8 +54,8 @@ class GroupByLength(Dataset[Any]):
         check_number("group_size", group_size, least=1, is_whole=True)
         check_number("pool", pool, least=1, is_whole=True)
         self.dataset = dataset
-        self.group_size = int(group_size)  # np.int64(8) cannot be saved
-        self.pool = int(pool)
+        self.group_size: int = int(group_size)  # np.int64(8) cannot be saved
+        self.pool: int = int(pool)
         self.lengths: np.ndarray = sample_lengths(dataset, lengths)
         self.epoch_size: int = len(self.lengths)
         if callable(getattr(dataset, "__getitems__", None)):

@@ -82,7 +82,8 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         for border in self.borders:
             check_choice("borders", border, ("position_ids", "sequence_ids", "cu_seq_lens"), ", or ()")
         self.dataset = dataset
-        self.length = length = int(length)  # np.int64(8) cannot be saved
+        length = int(length)  # np.int64(8) cannot be saved
+        self.length: int = length
         self.overlong = overlong
         self.shift = shift
         self.tokens = tokens

@@ -236,9 +236,12 @@ class ShardedLoader(Loader):
                 "ShardedStream: then each rank reads all of it, and takes its share of the samples."
             )
         self.dataset: Any = stream
-        self.options, self.batch_size = options, batch_size
-        self.rank, self.world_size = options.rank, world_size
-        self.keep_states, self.name = keep_states, name
+        self.options: ReadOptions = options
+        self.batch_size: int = batch_size
+        self.rank: int = options.rank
+        self.world_size: int = world_size
+        self.keep_states: bool = keep_states
+        self.name: str = name
         self.local_shards: list[Any] = stream.shards[options.rank :: world_size]
         self.size: int | None = len(stream) if has_length(stream) else None
         readers = max(1, min(num_workers, len(self.local_shards)))
@@ -332,7 +335,8 @@ class ShardedLoader(Loader):
         return self._read(epoch, place, starts)
 
     def _read(self, epoch: int, place: int, states: dict[int, tuple[int, Any]]) -> Iterator[CountedBatch]:
-        self._from, self.turn = (epoch, place), 0
+        self._from = (epoch, place)
+        self.turn: int = 0
         self._states = {number: deque([entry], maxlen=3) for number, entry in states.items()}
         for reader in self._readers:
             reader.epoch, reader.first = epoch, place

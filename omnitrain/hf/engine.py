@@ -180,8 +180,9 @@ class Engine(SearchTrainer):
     _log_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     def __init__(self, trainer: Any, callback_args: transformers.TrainingArguments, **kwargs: Any) -> None:
-        self.trainer, self.callback_args = trainer, callback_args
-        self.training_args = trainer.training_args
+        self.trainer = trainer
+        self.callback_args: transformers.TrainingArguments = callback_args
+        self.training_args: transformers.TrainingArguments | None = trainer.training_args
         self.scratch: Path = Path(trainer._scratch.name)
         self.search_trial: Trial | None = trainer._trial
         self.syncs_each_batch: bool = bool(accumulation_options(self.training_args).get("sync_each_batch"))
