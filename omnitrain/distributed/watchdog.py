@@ -551,13 +551,14 @@ class Watchdog:
 
     def _keep_posting(self, store: distributed_c10d.Store, has_posted: threading.Event) -> None:
         """Send heartbeats, check for failures of others, and check their progress."""
-        idle, unread = 0.0, 0.0
+        idle, unread, is_counted = 0.0, 0.0, False
         heartbeat = self._position.heartbeat()
         with contextlib.suppress(RuntimeError):  # a separate connection, as a stuck collective may hold the other one
             self._connection = distributed_c10d.PrefixStore(self._prefix, store.clone())  # type: ignore[attr-defined]
         with contextlib.suppress(RuntimeError):
             self._post(heartbeat)
             self._store.add("posted", 1)
+            is_counted = True
         has_posted.set()
         for elapsed in _ticks(self._closing):
             previous, heartbeat = heartbeat, self._position.heartbeat()
@@ -566,6 +567,9 @@ class Watchdog:
             try:
                 self._post(heartbeat)
                 self._unanswered, self._store_error = 0.0, None
+                if not is_counted:  # the store was too slow at first, and nobody is judged until all are counted
+                    self._store.add("posted", 1)
+                    is_counted = True
                 self._read_failure()
                 self.has_exited()
                 self._all_posted = self._all_posted or self._store.add("posted", 0) >= self._size

@@ -189,6 +189,24 @@ def test_watchdog_waits_for_ranks_through_a_slow_store(waiting: Position, capsys
     observer.stop()
 
 
+def test_watchdog_counts_rank_whose_first_heartbeat_failed(waiting: Position) -> None:
+    """Nobody is judged until all ranks are counted."""
+
+    class Failing(Slow):
+        def set(self, key: str, value: Any) -> None:
+            self.answers += 1
+            if self.answers == 1:
+                raise RuntimeError("no answer")
+            super().set(key, value)
+
+    store = Failing()
+    observer = Watchdog(waiting, store, None)
+    while not store.entries.add("omnitrain/0/posted", 0):
+        assert store.answers < 1000, "its heartbeats come, and it is not counted"
+        time.sleep(0.001)
+    observer.stop()
+
+
 @pytest.mark.parametrize(("quiet", "limit"), [(1.0, 1800.0), (30.0, 1.0)])
 def test_watchdog_reads_other_ranks_before_a_report(
     quiet: float, limit: float, waiting: Position, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
