@@ -947,8 +947,8 @@ class BaseTrainer(Hooks, ABC):
     def __repr__(self) -> str:
         if "lifecycle" not in vars(self):  # in an error of the constructor
             return object.__repr__(self)
-        size = sum(parameter.numel() for parameter in self.model.parameters())
-        total = "" if self.total_steps is None else f" of {self.total_steps}"
+        size, steps = sum(parameter.numel() for parameter in self.model.parameters()), self.total_steps
+        total = "" if steps is None else f" of {steps}"
         end = f", ended by {self.stop_reason!r}" if self.stop_reason else ""
         model = f"{type(self.model).__name__} of {size:,} parameters"
         return f"{type(self).__name__}({model} on {self.device}, step {self.progress.step}{total}{end})"
