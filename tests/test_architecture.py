@@ -44,11 +44,11 @@ FLOORS = {
     1: "argument_aliases arguments compute config.instantiation config.names config.plain_yaml data distributed "
     "metrics optim",
     2: "algorithms backends callbacks checkpoint loggers model",
-    3: "trainer",
-    4: "hf sweeps",
+    3: "trainer diagnostics.check diagnostics.data_checks diagnostics.plan diagnostics.rehearsal",
+    4: "diagnostics hf sweeps",
     5: "cli config contrib __main__",
 }
-"""The rooms of each floor; three files of config/ that lower rooms use too lie deeper than the others."""
+"""The rooms of each floor; files that lower rooms use too lie deeper than the others of config/ and diagnostics/."""
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 NO_TORCH = [
     "omnitrain.arguments",
