@@ -30,7 +30,7 @@ _SHARED = {
     "FORMAT": "Checkpoints have one format, of safetensors and JSON.",
     "RESUME": "Pass it to the call, not the constructor: `train(resume_from=...)`.",
     "LAUNCH": "`omnitrain launch -n N`, `torchrun` or `accelerate launch` start processes; use AccelerateTrainer.",
-    "OPTIONS": "as in `[{'match': '.', 'betas': (0.9, 0.98)}]`",
+    "OPTIONS": "as in `{'betas': (0.9, 0.98)}`",
     "SCHEDULE": "Pass it in `lr_scheduler_kwargs`, with the name of a schedule.",
     "MODEL": "It is a matter of the model: do it before you pass it.",
     "SET_EPOCH": "A stream with a method set_epoch() gets the number of each epoch, and may change then.",
@@ -72,7 +72,7 @@ _TABLES = {
         fp16 fp16_opt_level -> autocast: autocast="fp16"
         no_cuda use_cpu -> device: device="cpu"
         optimizers -> optimizer: the optimizer and `lr_scheduler` are passed one by one
-        optim_args adam_beta1 adam_beta2 adam_epsilon -> param_groups: OPTIONS
+        optim_args adam_beta1 adam_beta2 adam_epsilon -> optimizer_kwargs: OPTIONS
         tokenizer -> processing_class: pads batches, and is saved with the model
         compute_loss_func -> loss_fn: called as `loss_fn(outputs, labels)`
         model_init -> HFTrainer.model_init: The other trainers take a model; make it before.
@@ -341,7 +341,7 @@ _TABLES = {
         log_weight_distribution watchers weight_distribution_pattern -> callbacks: `[Distributions()]`
         weight_distribution_log_steps -> callbacks: `[Distributions(every="500ba")]`
         track_memory -> callbacks: `[MemoryMonitor()]`
-        extra_optimizer_kwargs optimizer_mu_dtype tx_mu_dtype optimizer_kwargs -> param_groups: OPTIONS
+        extra_optimizer_kwargs optimizer_mu_dtype tx_mu_dtype -> optimizer_kwargs: OPTIONS
         step_partition_spec auto_shard_states sharding_array do_shard_fns jax_distributed_config -> none: LAUNCH
         fully_sharded_data_parallel -> AccelerateTrainer.fsdp_plugin: or `omnitrain launch --fsdp`
         process_zero_is_admin -> none: The main rank writes and logs; `trainer.is_main_process` is true there.
@@ -402,7 +402,7 @@ _TABLES = {
         gpus n_gpus num_gpus num_processes local_rank world_size ddp -> none: LAUNCH
         resume resume_from -> none: RESUME
         warmup_epochs -> warmup_steps: "2ep"
-        momentum betas eps -> param_groups: OPTIONS
+        momentum betas eps -> optimizer_kwargs: OPTIONS
         layer_decay llrd -> param_groups: `layerwise_decay(model, 0.75)`
         no_decay -> param_groups: `[{'match': 'bias|norm', 'weight_decay': 0.0}]`
         frozen_layers freeze_layers -> freeze: regular expressions of parameters' names

@@ -189,6 +189,7 @@ class Settings:
     max_duration: int | str | Duration | None = None
     # optimizer
     optimizer: torch.optim.Optimizer | str | Callable[..., torch.optim.Optimizer] | None = None
+    optimizer_kwargs: Mapping[str, Any] | None = None
     learning_rate: float = 2e-5
     weight_decay: float = 0.0
     lr_scheduler: Schedule | LRScheduler | ScheduleName | Callable[[Any], Any] | None = None
@@ -546,12 +547,14 @@ def _check_pairs(values: Mapping[str, Any]) -> None:
                     f"`{name}={values[name]!r}` has no effect with an `optimizer` instance. "
                     "Set it in that optimizer, or pass its class instead."
                 )
-    options = values["lr_scheduler_kwargs"]
-    if options is not None and (not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options)):
-        raise ConfigError(
-            f"`lr_scheduler_kwargs` must be a dict of what the schedule takes, such as {{'min_lr': 1e-6}}, got "
-            f"{_repr(options)}."
-        )
+    examples = {"optimizer": {"betas": (0.9, 0.95)}, "lr_scheduler": {"min_lr": 1e-6}}
+    for name, example in examples.items():
+        options = values[f"{name}_kwargs"]
+        is_dict = isinstance(options, Mapping) and all(isinstance(key, str) for key in options)
+        if options is not None and not is_dict:
+            raise ConfigError(
+                f"`{name}_kwargs` must be a dict of what `{name}` takes, such as {example}, got {_repr(options)}."
+            )
     if values["param_groups"] is not None and hasattr(optimizer, "param_groups"):
         raise ConfigError(
             "`param_groups` has no effect with an `optimizer` that is made already. Make it with these groups, or pass "

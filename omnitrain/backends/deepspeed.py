@@ -96,11 +96,12 @@ def merge_config(plugin: Any, arguments: dict[str, Any]) -> None:
             f"The DeepSpeed configuration has the optimizer {config['optimizer'].get('type')!r}, and "
             f"`optimizer={arguments['optimizer']!r}` is passed too. Leave one of them out."
         )
-    if "optimizer" in config and arguments.get("param_groups") is not None:
-        raise ConfigError(
-            "`param_groups` has no effect on the optimizer that the DeepSpeed configuration names. Remove it there, "
-            "and pass `optimizer` and `learning_rate`."
-        )
+    for name in ("param_groups", "optimizer_kwargs"):
+        if "optimizer" in config and arguments.get(name) is not None:
+            raise ConfigError(
+                f"`{name}` has no effect on the optimizer that the DeepSpeed configuration names. Remove it there, and "
+                "pass `optimizer` and `learning_rate`."
+            )
     names = {
         "train_micro_batch_size_per_gpu": "batch_size",
         "gradient_accumulation_steps": "gradient_accumulation_steps",

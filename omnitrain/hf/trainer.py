@@ -198,6 +198,7 @@ class HFTrainer(TransformersAPI):
         max_duration: int | str | Duration | None = None,
         # optimizer
         optimizer: torch.optim.Optimizer | str | Callable[..., torch.optim.Optimizer] | None = None,
+        optimizer_kwargs: Mapping[str, Any] | None = None,
         learning_rate: float = 2e-5,
         weight_decay: float = 0.0,
         lr_scheduler: Schedule | LRScheduler | ScheduleName | Callable[[Any], Any] | None = None,
@@ -292,6 +293,7 @@ class HFTrainer(TransformersAPI):
             max_steps: Optimizer steps, not counting skipped ones; the first limit reached ends the run.
             max_duration: Any other length, such as "4e4sp" (samples), "3e6tok" or "2h30m"; an int counts epochs.
             optimizer: An instance, a class, its name or path, or a callable of the parameters; None is fused AdamW.
+            optimizer_kwargs: What the default optimizer or a class is made with, such as {"betas": (0.9, 0.95)}.
             learning_rate: For the default optimizer or a class; default 2e-5 for AdamW, otherwise the optimizer's own.
             weight_decay: For the default optimizer or a class; default 0.
             lr_scheduler: A name, a `Schedule`, an instance, or a callable of the optimizer; None is a constant rate.
@@ -588,6 +590,11 @@ class HFTrainer(TransformersAPI):
     def _default_optimizer(self) -> torch.optim.Optimizer:
         if self.training_args is None or self.settings.optimizer is not None:
             return super()._default_optimizer()
+        if self.settings.optimizer_kwargs is not None:
+            raise ConfigError(
+                f"`optimizer_kwargs={self.settings.optimizer_kwargs!r:.200}` is for an optimizer that is not made of "
+                "`training_args`. Set its fields instead, such as adam_beta2, or pass optimizer='adamw' too."
+            )
         self.engine.args.learning_rate, self.engine.args.weight_decay = self.learning_rate, self.weight_decay
         self.engine.optimizer = None  # type: ignore[assignment]
         optimizer = self.engine.create_optimizer()

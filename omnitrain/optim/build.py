@@ -24,6 +24,7 @@ from omnitrain.arguments import DEFAULTS
 from omnitrain.core.errors import ConfigError, MissingExtraError, OmnitrainError, did_you_mean
 from omnitrain.core.progress import Progress
 from omnitrain.optim.muon import Muon, has_fused_kernel
+from omnitrain.optim.optimizer_kwargs import check_optimizer_kwargs, make_optimizer
 from omnitrain.optim.schedules import (
     NAMED,
     RunLength,
@@ -152,23 +153,34 @@ def build_optimizer(
     model: nn.Module,
     learning_rate: float,
     weight_decay: float,
+    options: Mapping[str, Any] | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer for `spec`, over the parameters of `model` that require gradients.
 
-    A class, its dotted path or short name gets `lr` and `weight_decay` if it takes them. Any other callable gets only
-    the parameters. None is AdamW, fused if devices and dtypes allow it; "muon" is `muon.Muon`.
+    A class, its dotted path or short name gets `lr` and `weight_decay` if it takes them, and the `options`. Any other
+    callable gets only the parameters. None is AdamW, fused if devices and dtypes allow it; "muon" is `muon.Muon`.
 
     Raises:
-        ConfigError: If nothing is trainable, the path leads nowhere, or an instance has none of the model's parameters.
+        ConfigError: If nothing is trainable, the path leads nowhere, an instance has none of the model's parameters, or
+            the class takes no such options.
     """
+    options = dict(options or {})
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise ConfigError("`model` has no parameter that requires a gradient, so there is nothing to train.")
     if spec is None or (isinstance(spec, str) and _plain(spec) == "adamwtorchfused"):
-        fused = has_fused_kernel(trainable) or None
-        return torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=weight_decay, fused=fused)
+        chosen = {"fused", "foreach", "capturable", "differentiable"} & options.keys()
+        fused = {} if chosen else {"fused": has_fused_kernel(trainable) or None}
+        rates = {"lr": learning_rate, "weight_decay": weight_decay}
+        check_optimizer_kwargs(options, torch.optim.AdamW)
+        return make_optimizer(torch.optim.AdamW, trainable, rates | fused, options)
     if isinstance(spec, str) and _plain(spec) == MUON:
-        return Muon.of(model, learning_rate, weight_decay)
+        return Muon.of(model, learning_rate, weight_decay, options)
+    if options and not isinstance(spec, (str, type)):
+        raise ConfigError(
+            f"`optimizer_kwargs={options!r:.200}` has no effect on an `optimizer` that is no name and no class. Pass a "
+            "name, such as optimizer='sgd', or set the options where it is made."
+        )
     if hasattr(spec, "param_groups"):
         optimizer: Any = spec
     else:
@@ -179,20 +191,21 @@ def build_optimizer(
                 "`optimizer` must be an optimizer, its class, a name, a dotted path or a callable of the parameters, "
                 f"got {spec!r:.200}."
             )
-        options: dict[str, Any] = {}
+        rates = {}
         if inspect.isclass(factory):
             parameters = inspect.signature(factory).parameters
             takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
             values = {"lr": ("learning_rate", learning_rate), "weight_decay": ("weight_decay", weight_decay)}
             for key, (name, value) in values.items():
                 if key in parameters or (takes_any and value):
-                    options[key] = value
+                    rates[key] = value
                 elif value != DEFAULTS[name]:
                     raise ConfigError(
                         f"`{name}={value}` has no effect: {factory.__name__} takes no argument {key!r}. Leave it out, "
                         "or pass a callable of the parameters."
                     )
-        optimizer = factory(trainable, **options)  # type: ignore[call-arg]
+        check_optimizer_kwargs(options, factory)
+        optimizer = make_optimizer(factory, trainable, rates, options)
     if not hasattr(optimizer, "param_groups"):
         raise ConfigError(
             f"`optimizer` must give an optimizer when called with the parameters, got {optimizer!r}. "

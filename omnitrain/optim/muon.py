@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from omnitrain.core.errors import ConfigError
+from omnitrain.optim.optimizer_kwargs import check_optimizer_kwargs, make_optimizer
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -31,6 +32,7 @@ class Muon(Optimizer):
         others: Those for AdamW.
         lr: The learning rate of both.
         weight_decay: The same.
+        options: Other options, each for those of the two that take it, such as "betas" for AdamW.
 
     >>> layer = nn.Linear(4, 4)
     >>> optimizer = Muon([layer.weight], [layer.bias], lr=0.1)
@@ -46,17 +48,24 @@ class Muon(Optimizer):
         non_matrices: Iterable[nn.Parameter],
         lr: float = 1e-3,
         weight_decay: float = 0.0,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
+        options = options or {}
+        check_optimizer_kwargs(options, torch.optim.Muon, torch.optim.AdamW)
+
+        def groups_of(kind: Any, parameters: list[nn.Parameter], **defaults: Any) -> list[dict[str, Any]]:
+            known = {name: options[name] for name in options if name in inspect.signature(kind).parameters}
+            rates = {"lr": lr, "weight_decay": weight_decay}
+            return make_optimizer(kind, parameters, {**rates, **defaults}, known).param_groups
+
         matrix_list, rest = list(matrices), list(non_matrices)
-        muon = torch.optim.Muon(matrix_list, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        groups = muon.param_groups
+        groups = groups_of(torch.optim.Muon, matrix_list, adjust_lr_fn="match_rms_adamw")
         if rest:
-            adamw = torch.optim.AdamW(rest, lr=lr, weight_decay=weight_decay, fused=has_fused_kernel(rest) or None)
-            groups = [*groups, *adamw.param_groups]
+            groups = [*groups, *groups_of(torch.optim.AdamW, rest, fused=has_fused_kernel(rest) or None)]
         super().__init__(groups, {})
 
     @classmethod
-    def of(cls, model: nn.Module, lr: float, weight_decay: float) -> Muon:
+    def of(cls, model: nn.Module, lr: float, weight_decay: float, options: Mapping[str, Any] | None = None) -> Muon:
         """Return the optimizer of a model's parameters that require gradients.
 
         Its matrices are those of two dimensions that are in no embedding, nor in the output layer: that which
@@ -80,7 +89,7 @@ class Muon(Optimizer):
             "Muon updates %d matrices, and AdamW the %d other parameters%s.", len(matrices), len(rest),
             f": vectors, and {', '.join(flat[:4])}{', ...' if flat[4:] else ''}" if flat else "",
         )  # fmt: skip
-        return cls(matrices, [parameter for _, parameter in rest], lr, weight_decay)
+        return cls(matrices, [parameter for _, parameter in rest], lr, weight_decay, options)
 
     def stepping(self, group: Mapping[str, Any]) -> type[Optimizer]:
         """Return the class of PyTorch that steps a group."""

@@ -92,6 +92,7 @@ class AccelerateTrainer(BaseTrainer):
         max_duration: int | str | Duration | None = None,
         # optimizer
         optimizer: torch.optim.Optimizer | str | Callable[..., torch.optim.Optimizer] | None = None,
+        optimizer_kwargs: Mapping[str, Any] | None = None,
         learning_rate: float = 2e-5,
         weight_decay: float = 0.0,
         lr_scheduler: Schedule | LRScheduler | ScheduleName | Callable[[Any], Any] | None = None,
@@ -184,6 +185,7 @@ class AccelerateTrainer(BaseTrainer):
             max_steps: Optimizer steps, not counting skipped ones; the first limit reached ends the run.
             max_duration: Any other length, such as "4e4sp" (samples), "3e6tok" or "2h30m"; an int counts epochs.
             optimizer: An instance, a class, its name or path, or a callable of the parameters; None is fused AdamW.
+            optimizer_kwargs: What the default optimizer or a class is made with, such as {"betas": (0.9, 0.95)}.
             learning_rate: For the default optimizer or a class; default 2e-5 for AdamW, otherwise the optimizer's own.
             weight_decay: For the default optimizer or a class; default 0.
             lr_scheduler: A name, a `Schedule`, an instance, or a callable of the optimizer; None is a constant rate.

@@ -182,6 +182,7 @@ class BaseTrainer(Hooks, ABC):
         max_duration: int | str | Duration | None = None,
         # optimizer
         optimizer: torch.optim.Optimizer | str | Callable[..., torch.optim.Optimizer] | None = None,
+        optimizer_kwargs: Mapping[str, Any] | None = None,
         learning_rate: float = 2e-5,
         weight_decay: float = 0.0,
         lr_scheduler: Schedule | LRScheduler | ScheduleName | Callable[[Any], Any] | None = None,
@@ -269,6 +270,7 @@ class BaseTrainer(Hooks, ABC):
             max_steps: Optimizer steps, not counting skipped ones; the first limit reached ends the run.
             max_duration: Any other length, such as "4e4sp" (samples), "3e6tok" or "2h30m"; an int counts epochs.
             optimizer: An instance, a class, its name or path, or a callable of the parameters; None is fused AdamW.
+            optimizer_kwargs: What the default optimizer or a class is made with, such as {"betas": (0.9, 0.95)}.
             learning_rate: For the default optimizer or a class; default 2e-5 for AdamW, otherwise the optimizer's own.
             weight_decay: For the default optimizer or a class; default 0.
             lr_scheduler: A name, a `Schedule`, an instance, or a callable of the optimizer; None is a constant rate.
@@ -493,7 +495,11 @@ class BaseTrainer(Hooks, ABC):
         """Return the optimizer of the arguments, built for the current model."""
         settings = self.settings
         return build_optimizer(
-            settings.optimizer, state_dicts.unwrap(self.model), settings.learning_rate, settings.weight_decay
+            settings.optimizer,
+            state_dicts.unwrap(self.model),
+            settings.learning_rate,
+            settings.weight_decay,
+            settings.optimizer_kwargs,
         )
 
     @property
@@ -991,11 +997,12 @@ class BaseTrainer(Hooks, ABC):
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.settings.param_groups is not None:
-            raise ConfigError(
-                "`param_groups` would have no effect on an optimizer that is assigned. Make it with these groups, and "
-                "leave `param_groups` out."
-            )
+        for name in ("param_groups", "optimizer_kwargs"):
+            if getattr(self.settings, name) is not None:
+                raise ConfigError(
+                    f"`{name}` would have no effect on an optimizer that is assigned. Make it with these, and leave "
+                    f"`{name}` out."
+                )
         self.settings = replace(self.settings, optimizer=optimizer)  # it stays for further runs
         self.backend.optimizer = optimizer
 

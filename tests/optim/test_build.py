@@ -16,8 +16,9 @@ from recipes import rows, t16
 from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LinearLR, ReduceLROnPlateau, SequentialLR, StepLR
 
+from omnitrain import AccelerateTrainer, HFTrainer, Trainer
 from omnitrain.arguments import ScheduleName
-from omnitrain.core.errors import ConfigError, MissingExtraError
+from omnitrain.core.errors import CheckpointError, ConfigError, MissingExtraError
 from omnitrain.optim.build import build_optimizer, build_scheduler
 from omnitrain.optim.schedules import NAMED
 
@@ -187,3 +188,55 @@ def test_optimizer_has_its_own_rate_unless_one_is_given(trainer_class: Any) -> N
         trainer = trainer_class(t16(), rows(4), loss_fn=nn.functional.mse_loss, progress_bar=False, **options)
         assert trainer.learning_rate == expected
         assert {group["lr"] for group in trainer.optimizer.param_groups} == {expected}
+
+
+@pytest.mark.parametrize("spec", [None, "adamw", torch.optim.AdamW, AnyOptions], ids=str)
+def test_optimizer_kwargs_reach_the_optimizer(spec: Any, model: nn.Module) -> None:
+    optimizer = build_optimizer(spec, model, 0.25, 0.5, {"betas": [0.8, 0.9], "eps": 1e-6})
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"], list(group["betas"]), group["eps"]) == (0.25, 0.5, [0.8, 0.9], 1e-6)
+    assert build_optimizer(None, model, 1.0, 0.0, {"foreach": True}).defaults["fused"] is None
+
+
+def test_optimizer_kwargs_of_muon_go_to_both_parts() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = build_optimizer("muon", layers, 0.1, 0.0, {"momentum": 0.5, "betas": (0.8, 0.9)})
+    assert [group.get("momentum", group.get("betas")) for group in optimizer.param_groups] == [0.5, (0.8, 0.9)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "message"),
+    [
+        (None, {"beta": (0.9, 0.95)}, "'beta', which is no option of AdamW.*mean 'betas'"),
+        ("sgd", {"lr": 0.1}, "has 'lr'. Pass `learning_rate=0.1`"),
+        ("sgd", {"params": []}, "'params', which is no option of SGD"),
+        ("adamw", {"betas": (2.0, 0.9)}, "AdamW raises ValueError: Invalid beta"),
+        ("muon", {"momentun": 1}, "no option of Muon and AdamW.*mean 'momentum'"),
+        (optimizer_for, {"momentum": 0.9}, "has no effect on an `optimizer` that is no name and no class"),
+    ],
+)
+def test_optimizer_kwargs_are_rejected(spec: Any, options: Any, message: str) -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        build_optimizer(spec, layers, 0.1, 0.0, options)
+
+
+@pytest.mark.parametrize("cls", [Trainer, AccelerateTrainer, HFTrainer])
+def test_optimizer_kwargs_are_arguments_of_trainers(cls: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"optimizer": "sgd", "epochs": 1, "save_dir": tmp_path, "loss_fn": nn.functional.mse_loss}
+    trainer = cls(t16(), rows(8), optimizer_kwargs={"momentum": 0.5}, **options)
+    trainer.train()
+    assert trainer.optimizer.param_groups[0]["momentum"] == 0.5
+    with pytest.raises(ConfigError, match="`optimizer_kwargs` would have no effect"):
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    other = cls(t16(), rows(8), optimizer_kwargs={"momentum": 0.9}, **options)
+    with pytest.raises(CheckpointError, match="optimizer_groups"):
+        other.train(resume_from="last")
+    with pytest.raises(ConfigError, match=r"`optimizer_kwargs` must be a dict of what `optimizer` takes.*got 3"):
+        cls(t16(), rows(8), optimizer_kwargs=3)
+
+
+def test_optimizer_kwargs_next_to_training_args_are_rejected(tmp_path: Path) -> None:
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[])
+    with pytest.raises(ConfigError, match="Set its fields instead, such as adam_beta2"):
+        HFTrainer(t16(), args, rows(8), optimizer_kwargs={"betas": (0.8, 0.9)})
