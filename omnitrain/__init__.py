@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from omnitrain.callbacks.distributions import Distributions as Distributions
     from omnitrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from omnitrain.callbacks.garbage_collection import GarbageCollection as GarbageCollection
+    from omnitrain.callbacks.gradient_check import GradientCheck as GradientCheck
     from omnitrain.callbacks.memory_monitor import MemoryMonitor as MemoryMonitor
     from omnitrain.callbacks.periodic import Periodic as Periodic
     from omnitrain.callbacks.preview import Preview as Preview
@@ -125,6 +126,7 @@ _EXPORTS = {
     "callbacks.distributions": "Distributions",
     "callbacks.early_stopping": "EarlyStopping",
     "callbacks.garbage_collection": "GarbageCollection",
+    "callbacks.gradient_check": "GradientCheck",
     "callbacks.memory_monitor": "MemoryMonitor",
     "callbacks.periodic": "Periodic",
     "callbacks.preview": "Preview",

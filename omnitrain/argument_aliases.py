@@ -255,7 +255,7 @@ _TABLES = {
         publish_metrics_every_n_data_epochs publish_metrics_after_n_data_epochs -> log_steps: as in log_steps="2ep"
         gc_every_n_steps -> callbacks: `[GarbageCollection("1000ba")]`
         amp_dtype -> autocast: "bf16" or "fp16"
-        grad_check gradient_check -> on_nonfinite: "raise", by default
+        grad_check gradient_check -> callbacks: `[GradientCheck("100ba")]`
         lower_score_better -> optimization_direction: "min" for True
         valid_unit -> eval_dataset: a dict names several; `unit` may be an `EvalUnit` too
         validate_before_checkpoint -> eval_steps: an evaluation comes before the checkpoint of its step

@@ -17,6 +17,7 @@ from omnitrain import (
     Distributions,
     Event,
     GarbageCollection,
+    GradientCheck,
     HookCallback,
     MemoryMonitor,
     Periodic,
@@ -61,6 +62,7 @@ def watchers(folder: Path) -> dict[str, Callback]:
         "memory": MemoryMonitor(),
         "throughput": Throughput(window=2, peak=1e12),
         "garbage": GarbageCollection("2ba", generation=2),
+        "gradients": GradientCheck(2),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from backends import DTYPES, Jobs, asked_for, dtype_of, gap, launch_all, make_tr
 from embeddings import Bags, bags
 from forking import Case, play
 from marks import thinned
-from recipes import rows
+from recipes import rows, t16
 from torch import nn
+
+from omnitrain import Callback, GradientCheck
+from omnitrain.callbacks.gradient_check import _find_differences
 
 HERE = Path(__file__).stem
 
@@ -139,6 +143,54 @@ def train_partly(backend: str, when: str) -> dict[str, Any]:
     return {"raised": "", "message": "", "step": trainer.progress.step}
 
 
+# --- gradients that a callback changes on one rank
+
+
+CHECKED = [("ddp", True), ("ddp", False), ("hf2", True), ("fsdp", False), ("zero2", False)]
+
+
+class ChangesOnRankOne(Callback):
+    """Changes a gradient of the second rank in the third step."""
+
+    def on_before_clip(self, trainer: Any) -> None:
+        if trainer.rank == 1 and trainer.progress.step == 2:
+            trainer.model[3].weight.grad[0, 5] *= 1.5
+
+
+def check_gradients(backend: str, changes: bool) -> dict[str, Any]:
+    """Train for 4 steps, and return the error and the steps before it."""
+    callbacks: list[Callback] = [GradientCheck(2), *([ChangesOnRankOne()] if changes else [])]
+    trainer = make_trainer(
+        backend, t16(dtype=torch.float32), rows(16, torch.float32), loss_fn=F.mse_loss, batch_size=2, max_steps=4,
+        max_grad_norm=None, callbacks=callbacks,
+    )  # fmt: skip
+    with FoundWarnings("compares nothing") as warned:
+        try:
+            trainer.train()
+        except Exception as error:
+            return {"raised": type(error).__name__, "message": str(error), "step": trainer.progress.step}
+    return {"raised": "", "step": trainer.progress.step, "warned": len(warned.messages)}
+
+
+class FoundWarnings(logging.Handler):
+    """Collects the messages of our logger that hold a text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages += [record.getMessage()] * (self.text in record.getMessage())
+
+    def __enter__(self) -> FoundWarnings:
+        logging.getLogger("omnitrain").addHandler(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        logging.getLogger("omnitrain").removeHandler(self)
+
+
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> Any:
     jobs = Jobs()
@@ -160,6 +212,10 @@ def outcomes(folder: Path, request: pytest.FixtureRequest) -> Any:
         [
             Case(f"{backend}-{when}", f"{HERE}:train_partly", {"backend": backend, "when": when})
             for backend, when in cases
+        ]
+        + [
+            Case(f"checked-{backend}-{changes}", f"{HERE}:check_gradients", {"backend": backend, "changes": changes})
+            for backend, changes in asked_for(request, "backend", "changes")
         ],
         folder / "unused",
     )
@@ -197,3 +253,27 @@ def test_unused_parameters_raise_before_the_update(outcomes: Any, backend: str, 
         expected = "6 parameters on any rank: first.weight, first.bias, second.weight, second.bias, third.weight, ..."
         assert expected in rank["message"]
         assert rank["step"] == {"never": 0, "later": 2, "at the end": 3}[when]
+
+
+@pytest.mark.parametrize(("backend", "changes"), thinned(CHECKED, [*CHECKED[:2], CHECKED[3]]))
+def test_gradients_that_differ_raise_on_all_ranks(outcomes: Any, backend: str, changes: bool) -> None:
+    """In the first step that is checked, before its update; under FSDP no two ranks have the same part of one."""
+    for number, outcome in enumerate(outcomes[f"checked-{backend}-{changes}"]):
+        rank = outcome.result
+        if backend == "zero2":
+            assert rank["raised"] == "ConfigError" and "DeepSpeed keeps them in its own buffers" in rank["message"]
+        elif changes:
+            assert (rank["raised"], rank["step"]) == ("DistributedError", 2)
+            assert "gradient of '3.weight' differs between ranks at step 3: its norm is " in rank["message"]
+        else:
+            assert rank == {"raised": "", "step": 4, "warned": int(backend == "fsdp" and number == 0)}
+
+
+def test_gradient_check_compares_shards_by_place() -> None:
+    """Of a hybrid mesh of two replicas of two shards; and what a rank lacks."""
+    ranks: list[Any] = [{("a", (0,)): 1}, {("a", (1,)): 2}, {("a", (0,)): 1}, {("a", (1,)): 2}]
+    assert _find_differences(ranks) == []
+    assert _find_differences([*ranks[:3], {("a", (1,)): 3}]) == [("a", (1,))]
+    assert _find_differences([*ranks[:3], {}]) == [("a", (1,))]
+    assert _find_differences(ranks[:2]) is None
+    assert _find_differences([{("b", ()): 1, ("c", ()): 1}, {("b", ()): 1}]) == [("c", ())]
