@@ -1,4 +1,4 @@
-"""The commands `omnitrain checkpoint` and `omnitrain show run`.
+"""The command `omnitrain checkpoint`.
 
 Only reading and reporting belong here. `main.py` has the command line, `checkpoint/` the checkpoints themselves. Only
 code that computes with weights, or joins shards, imports torch. A terminal gets tables, everything else plain columns.
@@ -101,22 +101,48 @@ def verify(path: Path) -> int:
     return 1 if damaged else 0
 
 
-def show(path: Path) -> None:
-    """Print a checkpoint's information about the run, and its tensors."""
+def show(path: Path, as_json: bool = False) -> None:
+    """Print a checkpoint's information about the run, and its tensors.
+
+    Args:
+        path: A run folder, for its last checkpoint, or a checkpoint.
+        as_json: Whether to print one JSON object instead of tables; its "tensors" are the names, dtypes and shapes in
+            each file or group of shards.
+    """
     folder, content = _resolve_checkpoint(path)
+    frozen, tensors = content.get("frozen") or {}, _read_tensors(folder, content)
+    sections = {title: content.get(title) or {} for title in ("progress", "objective", "settings")}
+    world_size = {name: content[name] for name in ("world_size",) if name in content}
+    sections["versions"] = {**content.get("versions", {}), **world_size}
+    sections["record"] = content.get("record") or {}
+    if as_json:
+        shown = {"path": str(folder), "bytes": _count_bytes(folder), "saved": _format_date(folder, content)}
+        shown |= {name: content.get(name) for name in ("format_version", "step", "score")}
+        named = {
+            part: {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in entries.items()}
+            for part, (entries, _) in tensors.items()
+        }
+        print(json.dumps({**shown, **sections, "frozen": [*frozen], "tensors": named}, indent=2), flush=True)
+        return
     version = f"format version {content['format_version']}"
     _print(f"{folder}: {_format_size(folder)}, saved {_format_date(folder, content)}, {version}")
-    if content.get("frozen"):
-        _print(f"without the {len(content['frozen'])} tensors that did not train, whose hashes it has")
-    for title in ("progress", "objective", "settings"):
-        _print_section(title, content.get(title))
-    world_size = {name: content[name] for name in ("world_size",) if name in content}
-    _print_section("versions", {**content.get("versions", {}), **world_size})
-    _print_section("what ran", _flatten(content.get("record") or {}))
+    if frozen:
+        _print(f"without the {len(frozen)} tensors that did not train, whose hashes it has")
+    for title, entries in sections.items():
+        _print_section(*(("what ran", _flatten(entries)) if title == "record" else (title, entries)))
+    for part, (entries, files) in tensors.items():
+        rows = [[name, dtype, str(shape)] for name, (dtype, shape) in entries.items()]
+        _print(f"\n{part}: {len(rows)} tensors{f' in {files} files' if files > 1 else ''}")
+        _print_table("~tensor dtype shape", rows)
+
+
+def _read_tensors(folder: Path, content: Mapping[str, Any]) -> dict[str, tuple[dict[str, tuple[str, list[int]]], int]]:
+    """Return the dtype and shape of each tensor by file or group of shards, and how many files are in the group."""
     parts: dict[str, list[Path]] = {}
     for file in content["files"]:
         if file.endswith(".safetensors"):
             parts.setdefault(_SHARD.sub("", file), []).append(folder / file)
+    tensors_of: dict[str, tuple[dict[str, tuple[str, list[int]]], int]] = {}
     for part, files in parts.items():
         tensors: dict[str, tuple[str, list[int]]] = {}
         for path in files:  # whose blocks may be parts of tensors
@@ -124,12 +150,11 @@ def show(path: Path) -> None:
                 ends = [begin + size for begin, size in zip(entry.corner, entry.shape, strict=True)]
                 known = tensors[name][1] if name in tensors else ends
                 tensors[name] = entry.dtype, list(entry.full_shape or map(max, zip(known, ends, strict=False)))
-        rows = [[name, dtype, str(shape)] for name, (dtype, shape) in tensors.items()]
-        _print(f"\n{part}: {len(rows)} tensors{f' in {len(files)} files' if len(files) > 1 else ''}")
-        _print_table("~tensor dtype shape", rows)
+        tensors_of[part] = tensors, len(files)
+    return tensors_of
 
 
-def show_run(path: Path) -> None:
+def record(path: Path) -> None:
     """Print the starts of a run, everything known of the last one, and its changes from the one before.
 
     Args:
@@ -474,8 +499,12 @@ def _format_epochs(content: Mapping[str, Any]) -> str:
     return f"{Progress.from_state(content['progress']).epochs:.6g}" if "progress" in content else ""
 
 
+def _count_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
 def _format_size(folder: Path) -> str:
-    return filesize.decimal(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
+    return filesize.decimal(_count_bytes(folder))
 
 
 def _format_date(folder: Path, content: Mapping[str, Any]) -> str:

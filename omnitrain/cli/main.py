@@ -20,6 +20,14 @@ from typing import Any
 import omnitrain
 from omnitrain.core.errors import ConfigError, OmnitrainError, did_you_mean
 
+# The groups of commands in the help.
+GROUPS = {
+    "train": ("demo", "train", "sweep", "launch", "config"),
+    "prove": ("check", "plan", "verify", "drill", "parity", "diff", "replay"),
+    "look": ("checkpoint", "compare"),
+}
+# Earlier spellings of commands.
+_MOVED = {("schedule",): ("config", "schedule"), ("show", "run"): ("checkpoint", "record")}
 # The public class behind each choice of `--trainer`.
 TRAINERS = {"native": "Trainer", "accelerate": "AccelerateTrainer", "hf": "HFTrainer"}
 
@@ -34,6 +42,10 @@ CHECKPOINT = {
         "Compare every file with its hash; name damaged files, and exit with code 1 if there are any.", {"RUN": _RUN}
     ),
     "show": ("Print the progress, objective, settings, versions and tensors of a checkpoint.", {"RUN": _CHECKPOINT}),
+    "record": (
+        "Print the starts of a run: when, on what, with which command, code, packages, settings and data, and what has "
+        "changed since the start before.", {"RUN": "the folder of a run, or of a checkpoint"}
+    ),
     "export": (
         "Write the weights and the model's config, or the PEFT adapters, to a new folder.",
         {"CHECKPOINT": _CHECKPOINT, "OUT": "a new folder"},
@@ -57,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             parser, commands = _parser()
             argv = sys.argv[1:] if argv is None else argv
+            for moved, words in _MOVED.items():
+                if tuple(argv[: len(moved)]) == moved:
+                    argv = [*words, *argv[len(moved) :]]
             if not argv:
                 parser.print_help()
                 return 0
@@ -89,20 +104,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     """Return the parser, and the names of its commands."""
     parser = argparse.ArgumentParser(
-        prog="omnitrain", description="PyTorch trainers that give the same numbers everywhere.", allow_abbrev=False
-    )
+        prog="omnitrain", description="PyTorch trainers that give the same numbers everywhere.", allow_abbrev=False,
+        usage=f"omnitrain [--help] [--version] {_ANY_COMMAND} ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"omnitrain {omnitrain.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
-    for add in (_add_demo, _add_train, _add_sweep, _add_config, _add_launch, _add_checkpoint, _add_show, _add_compare,
-                _add_schedule):  # fmt: skip
+    commands = parser.add_subparsers(prog="omnitrain", metavar=_ANY_COMMAND, required=True, help=argparse.SUPPRESS)
+    for add in (_add_demo, _add_train, _add_sweep, _add_launch, _add_config, _add_checkpoint, _add_compare):
         add(commands)
+    sections = []
+    for title, names in GROUPS.items():
+        lines = [_help_line(name, commands.choices[name]) for name in names if name in commands.choices]
+        sections += ["\n".join([f"{title}:", *lines])] if lines else []
+    parser.epilog = "\n\n".join(sections)
     return parser, [*commands.choices]
+
+
+_ANY_COMMAND = "COMMAND"
+
+
+def _help_line(name: str, parser: argparse.ArgumentParser) -> str:
+    sentence = str(parser.description).partition(". ")[0].removesuffix(".")
+    return f"  {name:<12}{sentence}"
 
 
 def _add_command(commands: Any, name: str, about: str, more: str = "", **options: Any) -> argparse.ArgumentParser:
     """Return the parser of a new command, with a line about it and more for its own help."""
-    description = f"{about} {more}".strip()
-    return commands.add_parser(name, help=about, description=description, allow_abbrev=False, **options)
+    if commands.metavar != _ANY_COMMAND:  # those are listed in groups
+        options["help"] = about
+    return commands.add_parser(name, description=f"{about} {more}".strip(), allow_abbrev=False, **options)
 
 
 def _call(name: str, args: argparse.Namespace) -> int | None:
@@ -183,7 +213,8 @@ def _add_sweep(commands: Any) -> None:
 
 
 def _add_config(commands: Any) -> None:
-    config = _add_command(commands, "config", "Check configuration files, and convert those of nnScaler.")
+    about = "Check configuration files, convert those of nnScaler, and preview schedules."
+    config = _add_command(commands, "config", about)
     actions = config.add_subparsers(title="commands", metavar="command", required=True)
     about = "Report all errors in a configuration, with file and line, without building anything."
     usage = "omnitrain config check CONFIG ... [options] [--trainer.NAME VALUE ...]"
@@ -191,6 +222,7 @@ def _add_config(commands: Any) -> None:
     convert = _add_command(actions, "convert", "Print a configuration of nnScaler's trainer as one of ours.")
     convert.add_argument("file", type=Path, metavar="FILE", help="the YAML file")
     convert.set_defaults(run=partial(_call, "config.convert"))
+    _add_schedule(actions)
 
 
 def _add_launch(commands: Any) -> None:
@@ -245,6 +277,8 @@ def _add_checkpoint(commands: Any) -> None:
             )
             action.add_argument("--merge", nargs="?", type=Path, const=True, default=False, metavar="BASE", help=about)
             action.add_argument("--adapter", metavar="NAME", help="which of several adapters to merge")
+        if name == "show":
+            action.add_argument("--json", action="store_true", dest="as_json", help="print it as JSON")
         action.set_defaults(run=_checkpoint, action=name)
 
 
@@ -257,7 +291,7 @@ def _checkpoint(args: argparse.Namespace) -> int | None:
     from omnitrain.cli import checkpoint
 
     places = [value for name, value in vars(args).items() if name.startswith("path")]
-    options = {name: getattr(args, name) for name in ("merge", "adapter") if name in args}
+    options = {name: getattr(args, name) for name in ("merge", "adapter", "as_json") if name in args}
     with checkpoint.local_copies(*places, whole=args.action != "ls") as paths:
         return getattr(checkpoint, args.action)(*paths, **options)
 
@@ -282,24 +316,12 @@ def _print_and_draw(result: Any, image: Path | None) -> None:
         print(f"Drawn in {result.plot(image)}.")
 
 
-def _add_show(commands: Any) -> None:
-    show = _add_command(commands, "show", "Show what has run.")
-    what = show.add_subparsers(title="commands", metavar="command", required=True)
-    about = (
-        "Print the starts of a run: when, on what, with which command, code, packages, settings and data, and what has "
-        "changed since the start before."
-    )
-    run = _add_command(what, "run", about)
-    run.add_argument("path", type=_place, metavar="RUN", help="the folder of a run, or of a checkpoint")
-    run.set_defaults(run=_checkpoint, action="show_run")
-
-
 def _add_schedule(commands: Any) -> None:
     schedule = _add_command(
         commands,
         "schedule",
         "Print the learning rates of a schedule over a run as a table, and draw them.",
-        "Example: omnitrain schedule wsd decay=0.2dur --max-duration 3e6tok --warmup 0.1dur",
+        "Example: omnitrain config schedule wsd decay=0.2dur --max-duration 3e6tok --warmup 0.1dur",
     )
     add = schedule.add_argument
     add("name", metavar="NAME", help="what `lr_scheduler` is called, such as cosine, multistep or wsd")

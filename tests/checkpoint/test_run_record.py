@@ -21,7 +21,7 @@ from resuming import Killed
 from omnitrain import Callback
 from omnitrain.checkpoint import run_record
 from omnitrain.checkpoint.run_record import append_start, code_in, read_starts, recorded_environment
-from omnitrain.cli.checkpoint import show, show_run
+from omnitrain.cli.checkpoint import record, show
 from omnitrain.cli.main import main
 from omnitrain.core.errors import CheckpointError
 from omnitrain.core.files import replace_file
@@ -237,7 +237,7 @@ def test_record_is_replaced_atomically(tmp_path: Path) -> None:
     assert 0 not in counts and [start["step"] for start in read_starts(path)] == [*range(29), 99]
 
 
-def test_show_run_lists_starts_and_changes(
+def test_record_lists_starts_and_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -252,13 +252,13 @@ def test_show_run_lists_starts_and_changes(
     changes = output.partition("changes since start 1")[2]
     assert "settings.epochs" in changes and "environment.CUDA_VISIBLE_DEVICES" in changes
     assert "packages" not in changes and "started_at" not in changes
-    show_run(tmp_path / "checkpoint-8")
+    record(tmp_path / "checkpoint-8")
     assert "python train.py 'a b'" in capsys.readouterr().out
     show(tmp_path / "checkpoint-8")
     assert "what ran" in capsys.readouterr().out
 
 
-def test_show_run_rejects_folders_without_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_record_rejects_folders_without_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def fail(folder: Path, code: int, message: str) -> None:
         assert main(["show", "run", str(folder)]) == code
         assert message in capsys.readouterr().err

@@ -179,7 +179,7 @@ DAMAGED = (
 COMMANDS: dict[str, list[str]] = {
     "checkpoint ls": ["RUN"], "checkpoint show": ["RUN/last"], "checkpoint verify": ["RUN"],
     "checkpoint diff": ["RUN/last", "RUN/checkpoint-2"], "checkpoint export": ["RUN/last", "RUN/out"],
-    "show run": ["RUN"], "compare": ["RUN"], "train": ["--resume", "RUN", "--trainer.epochs", "2"],
+    "checkpoint record": ["RUN"], "compare": ["RUN"], "train": ["--resume", "RUN", "--trainer.epochs", "2"],
     "config check": ["RUN/config.yaml"],
 }  # fmt: skip
 

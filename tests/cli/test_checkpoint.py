@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import json
 import os
 import platform
 import re
@@ -100,6 +101,17 @@ def test_damaged_checkpoints_are_marked_and_rejected(run: Path, tmp_path: Path, 
     states = {name: row_of(out, f"checkpoint-{name}")[-1] for name in (4, 8, 12)}
     assert states == {4: "complete", 8: "damaged", 12: "damaged"}
     assert row_of(out, "checkpoint-12")[1] == "12"
+
+
+def test_show_prints_json(run: Path, capsys: Any) -> None:
+    code, out, _ = answer(capsys, "show", "--json", run / "checkpoint-8")
+    shown = json.loads(out)
+    assert code == 0 and shown["step"] == 8 and shown["progress"]["step"] == 8
+    assert shown["bytes"] == sum(file.stat().st_size for file in (run / "checkpoint-8").rglob("*") if file.is_file())
+    assert shown["settings"]["batch_size"] and shown["objective"]["metric"] == "loss" and shown["record"]["command"]
+    weights = load_file(run / "checkpoint-8" / "model.safetensors")
+    tensors = shown["tensors"]["model.safetensors"]
+    assert {name: entry["shape"] for name, entry in tensors.items()} == {n: [*w.shape] for n, w in weights.items()}
 
 
 def test_ls_without_evaluations(tmp_path: Path, capsys: Any) -> None:

@@ -51,7 +51,20 @@ def test_cli_rejects_wrong_words(words: str, expected: str, capsys: Any) -> None
 def test_cli_without_words_prints_help(capsys: Any) -> None:
     assert main.main([]) == 0
     printed = capsys.readouterr()
-    assert "demo" in printed.out and "schedule" in printed.out and not printed.err
+    assert not printed.err
+    lines = printed.out.splitlines()
+    listed = [line.split()[0] for line in lines[lines.index("train:") :] if line.startswith("  ")]
+    assert sorted(listed) == sorted(main._parser()[1]) and all(len(line) <= 120 for line in lines)
+
+
+@pytest.mark.parametrize(("words", "moved"), [("schedule", "config schedule"), ("show run", "checkpoint record")])
+def test_cli_takes_earlier_spellings(words: str, moved: str, capsys: Any) -> None:
+    helps = []
+    for spelling in (words, moved):
+        with pytest.raises(SystemExit, match="0"):
+            main.main([*spelling.split(), "--help"])
+        helps.append(capsys.readouterr().out)
+    assert helps[0] == helps[1] and f"omnitrain {moved}" in helps[0]
 
 
 def test_cli_help_lists_choices(capsys: Any) -> None:
