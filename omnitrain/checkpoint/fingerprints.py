@@ -241,7 +241,7 @@ def _without_floats(value: Any, means: list[float]) -> Any:
     return f"{array.dtype}{array.shape}"
 
 
-def _changed_data(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+def changed_data(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     """Return the difference between two fingerprints of the set `name` as text; empty if none is found."""
     if current["size"] != saved["size"]:
         return f"{name} has {current['size']} samples now, and had {saved['size']}"
@@ -404,7 +404,7 @@ def find_differences(saved: Mapping[str, Any], current: Mapping[str, Any], sets:
     for name, loaders in (("train_dataset", by_name(sets.train)), ("eval_dataset", by_name(sets.eval))):
         for key, loader in loaders.items():
             before, after = saved["data"].get(name, {}).get(key), current["data"][name][key]
-            if before and after and (text := _changed_data(loader.name, before, after)):
+            if before and after and (text := changed_data(loader.name, before, after)):
                 differences.append(Difference(name, text))
     if saved["python"] != current["python"]:
         return differences  # `ast` has another form for the same code in another version of Python

@@ -14,7 +14,6 @@ import re
 import shlex
 import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -25,12 +24,13 @@ from rich import box, filesize
 from rich.console import Console
 from rich.table import Table
 
-from omnitrain.checkpoint.manifest import validate
+from omnitrain.checkpoint.lookup import FOLDER, check_content, find_checkpoints, resolve_checkpoint
 from omnitrain.checkpoint.run_record import RUN_FILE, read_starts
 from omnitrain.checkpoint.safetensors_header import read_header
-from omnitrain.checkpoint.store import MANIFEST, Store, is_pointer
+from omnitrain.checkpoint.store import MANIFEST
 from omnitrain.core.errors import CheckpointError, ConfigError, escape_unprintable
 from omnitrain.core.progress import Progress
+from omnitrain.diagnostics.verify import verify_files
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,6 @@ ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 # How many tensors `diff` lists: those that differ most.
 MAX_ROWS = 10
 
-_FOLDER = re.compile(r"checkpoint-([0-9]+)(\.old)?")
 _PART = re.compile(r"model(/rank-\d{5,}(\.\d+)?|-\d{5,}-of-\d{5,})\.safetensors")
 _SHARD = re.compile(r"/rank-\d{5,}(\.\d+)?\.safetensors$")
 
@@ -54,16 +53,16 @@ def ls(path: Path) -> None:
     Args:
         path: A run folder or a checkpoint. Only sizes are compared; `verify` checks contents.
     """
-    store, folders = _checkpoints(path)
+    store, folders = find_checkpoints(path)
     pointers: dict[str, list[str]] = {}
     for which in ("last", "best"):
         with contextlib.suppress(CheckpointError):  # no checkpoint was saved as the best, or none is complete
             pointers.setdefault(store.locate(which).name, []).append(which)
     rows, problems, objective = [], [], None
     for folder in folders:
-        name, content = _FOLDER.fullmatch(folder.name), dict[str, Any]()
+        name, content = FOLDER.fullmatch(folder.name), dict[str, Any]()
         try:
-            content = store.verify(folder, hashes=False, accept=_check)
+            content = store.verify(folder, hashes=False, accept=check_content)
         except CheckpointError as error:
             problems.append(str(error))
         objective = content.get("objective") or objective
@@ -87,17 +86,14 @@ def verify(path: Path) -> int:
     Returns:
         The exit code: 0, or 1 if files are missing or damaged, which are named.
     """
-    store, folders = _checkpoints(path)
-    damaged = 0
-    for folder in folders:
-        try:
-            content = store.verify(folder, accept=_check)
-        except CheckpointError as error:
-            damaged += 1
-            _print(f"damaged   {error}")
-        else:
-            _print(f"complete  {folder}: {len(content['files']) + 1} files, {_format_size(folder)}")
-    _print(f"{len(folders) - damaged} of {len(folders)} complete.")
+    checkpoints = verify_files(path)
+    for checkpoint in checkpoints:
+        for problem in checkpoint.problems:
+            _print(f"damaged   {checkpoint.folder}: {problem}")
+        if not checkpoint.problems:
+            _print(f"complete  {checkpoint.folder}: {checkpoint.files} files, {_format_size(checkpoint.folder)}")
+    damaged = sum(bool(checkpoint.problems) for checkpoint in checkpoints)
+    _print(f"{len(checkpoints) - damaged} of {len(checkpoints)} complete.")
     return 1 if damaged else 0
 
 
@@ -109,7 +105,7 @@ def show(path: Path, as_json: bool = False) -> None:
         as_json: Whether to print one JSON object instead of tables; its "tensors" are the names, dtypes and shapes in
             each file or group of shards.
     """
-    folder, content = _resolve_checkpoint(path)
+    folder, content = resolve_checkpoint(path)
     frozen, tensors = content.get("frozen") or {}, _read_tensors(folder, content)
     sections = {title: content.get(title) or {} for title in ("progress", "objective", "settings")}
     world_size = {name: content[name] for name in ("world_size",) if name in content}
@@ -193,7 +189,7 @@ _PER_START = ("started_at", "step", "resumed_from")
 
 def _read_record(path: Path) -> list[dict[str, Any]]:
     try:
-        folder, content = _resolve_checkpoint(path)
+        folder, content = resolve_checkpoint(path)
     except ConfigError:
         problem = f"has no {RUN_FILE!r} and no checkpoints" if path.is_dir() else "is no folder of a run"
         raise ConfigError(
@@ -222,7 +218,7 @@ def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | Non
         CheckpointError: The checkpoint is damaged, has no weights, or they belong to another base.
         ConfigError: `out` exists and is not an empty folder, or there is nothing to merge, or something is missing.
     """
-    folder, content = _resolve_checkpoint(path)
+    folder, content = resolve_checkpoint(path)
     parts = [WEIGHTS] if WEIGHTS in content["files"] else [name for name in content["files"] if _PART.fullmatch(name)]
     if not parts:
         raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS!r} to export, only {', '.join(content['files'])}.")
@@ -318,7 +314,7 @@ def _clean_on_error(out: Path) -> Iterator[None]:
 
 def diff(a: Path, b: Path) -> None:
     """Print the settings in which two checkpoints differ, and the tensors of the model that differ most."""
-    places = [_resolve_checkpoint(path) for path in (a, b)]
+    places = [resolve_checkpoint(path) for path in (a, b)]
     rows = [
         [label, str(folder), str(content["step"]), _format_epochs(content), _format_number(content["score"])]
         for label, (folder, content) in zip("AB", places, strict=True)
@@ -407,68 +403,6 @@ def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     if steps.dtype.kind == "i":
         steps = steps.view(f"u{steps.itemsize}")  # which has the distance of any two
     return float(steps.max(initial=0))
-
-
-# --- lookup
-
-
-@contextlib.contextmanager
-def local_copies(*places: Path | str, whole: bool = True) -> Iterator[list[Path]]:
-    """Yield a local path for each place; remote runs are downloaded, and deleted afterwards.
-
-    Args:
-        places: Paths, and addresses of remote stores.
-        whole: Whether files are downloaded with their contents; otherwise only with their sizes.
-    """
-    from omnitrain.checkpoint.remote import download_run
-    from omnitrain.core.paths import is_address
-
-    with contextlib.ExitStack() as ends:
-        paths: list[Path] = []
-        for place in places:
-            if is_address(place):
-                folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="omnitrain-")))
-                place = download_run(str(place), folder, whole)
-            paths.append(Path(place))
-        yield paths
-
-
-def _locate(path: Path) -> tuple[Store, Path | None]:
-    """Return the run of a path, and the folder of the checkpoint if the path is a checkpoint."""
-    if path.name in ("", ".."):
-        path = path.resolve()  # the names of the folder and of its run are needed
-    if is_pointer(path) and Store(path.parent).folders():
-        return Store(path.parent), Store(path.parent).locate(path.name)
-    if (path / MANIFEST).is_file():
-        return Store(path.parent), path
-    if Store(path).folders():
-        return Store(path), None
-    if _FOLDER.fullmatch(path.name) and path.is_dir():
-        return Store(path.parent), path  # only the name shows that it was a checkpoint
-    what = "holds no checkpoints" if path.is_dir() else "is no folder" if path.exists() else "does not exist"
-    raise ConfigError(
-        f"{str(path)!r} {what}. Give a run's `save_dir`, one of the checkpoint folders in it, or its 'last' or 'best'."
-    )
-
-
-def _checkpoints(path: Path) -> tuple[Store, list[Path]]:
-    """Return a run and its checkpoints by step, including damaged ones; or only the one at `path`."""
-    store, folder = _locate(path)
-    return store, [step_folder for _, step_folder in sorted(store.folders().items())] if folder is None else [folder]
-
-
-def _resolve_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the verified checkpoint at `path`, or the last one if `path` is a run."""
-    store, folder = _locate(path)
-    folder = folder or store.locate("last")
-    return folder, store.verify(folder, accept=_check)
-
-
-def _check(folder: Path, content: Mapping[str, Any]) -> None:
-    validate(content, repr(str(folder)), complete=False)
-    for name in content["files"]:
-        if name.endswith(".safetensors"):
-            read_header(folder / name)
 
 
 # --- formatting

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -110,7 +111,16 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"omnitrain {omnitrain.__version__}")
     commands = parser.add_subparsers(prog="omnitrain", metavar=_ANY_COMMAND, required=True, help=argparse.SUPPRESS)
-    for add in (_add_demo, _add_train, _add_sweep, _add_launch, _add_config, _add_checkpoint, _add_compare):
+    for add in (
+        _add_demo,
+        _add_train,
+        _add_sweep,
+        _add_launch,
+        _add_config,
+        _add_checkpoint,
+        _add_compare,
+        _add_verify,
+    ):
         add(commands)
     sections = []
     for title, names in GROUPS.items():
@@ -288,11 +298,12 @@ def _place(text: str) -> Path | str:
 
 
 def _checkpoint(args: argparse.Namespace) -> int | None:
+    from omnitrain.checkpoint.lookup import local_copies
     from omnitrain.cli import checkpoint
 
     places = [value for name, value in vars(args).items() if name.startswith("path")]
     options = {name: getattr(args, name) for name in ("merge", "adapter", "as_json") if name in args}
-    with checkpoint.local_copies(*places, whole=args.action != "ls") as paths:
+    with local_copies(*places, whole=args.action != "ls") as paths:
         return getattr(checkpoint, args.action)(*paths, **options)
 
 
@@ -314,6 +325,42 @@ def _print_and_draw(result: Any, image: Path | None) -> None:
     print(result)
     if image is not None:
         print(f"Drawn in {result.plot(image)}.")
+
+
+def _add_verify(commands: Any) -> None:
+    verify = _add_command(
+        commands,
+        "verify",
+        "Compare the files of a run with their hashes, and its record with the data, code and packages that are there.",
+        "Exit code 0: nothing has changed; 1: something has; 2: it could not be compared.",
+    )
+    verify.add_argument("path", type=_place, metavar="RUN", help="the folder or address of a run, or of a checkpoint")
+    verify.add_argument("--json", action="store_true", help="print the result as JSON")
+    verify.set_defaults(run=_verify)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from omnitrain.checkpoint.lookup import local_copies
+    from omnitrain.core.secrets import mask_text
+    from omnitrain.diagnostics import verify
+
+    with _untried_as_config_error(), local_copies(args.path) as paths:
+        return _report(verify.verify_folder(paths[0], name=mask_text(str(args.path))), args.json)
+
+
+@contextlib.contextmanager
+def _untried_as_config_error() -> Iterator[None]:
+    """Turn an error that keeps a proof from being tried into one of exit code 2."""
+    try:
+        yield
+    except (OmnitrainError, OSError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+
+
+def _report(result: Any, as_json: bool) -> int:
+    """Print the result of a proof, and return its exit code."""
+    print(json.dumps(result.to_json(), indent=2) if as_json else result)
+    return 0 if result.ok else 1
 
 
 def _add_schedule(commands: Any) -> None:

@@ -1,0 +1,152 @@
+"""`omnitrain verify`: damaged files, and data, code, packages and settings that are not those of the run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch.nn.functional as F
+from forging import spoil
+from recipes import rows, small_trainer
+
+from omnitrain.cli.main import main
+from omnitrain.diagnostics.verify import RunVerification, verify_run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "a"
+    make_trainer(folder).train()
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A run of two checkpoints, at steps 4 and 8, that a test may spoil."""
+    return shutil.copytree(trained, tmp_path / "a")
+
+
+def make_trainer(save_dir: Path | None = None, **options: Any) -> Any:
+    return small_trainer(**{"save_dir": save_dir, "eval_dataset": rows(8), **options})
+
+
+def differing(result: RunVerification) -> dict[str, str]:
+    return {f"{finding.kind} {finding.name}": finding.state for finding in result.findings if finding.state != "same"}
+
+
+def change_record(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads((run / "run.json").read_text())
+    change(content["starts"][-1])
+    (run / "run.json").write_text(json.dumps(content))
+
+
+def test_verify_finds_nothing_changed(run: Path) -> None:
+    result = verify_run(run, make_trainer)
+    assert result.ok and not differing(result), str(result)
+    kinds = {finding.kind for finding in result.findings}
+    assert kinds >= {"package", "data", "code", "setting"}
+    assert json.loads(json.dumps(result.to_json()))["checkpoints"][1]["files"] == 5
+
+
+def test_verify_names_every_damaged_file(run: Path, capsys: Any) -> None:
+    weights, state = run / "checkpoint-4" / "model.safetensors", run / "checkpoint-8" / "optimizer/state.safetensors"
+    spoil(weights, "flip", weights.stat().st_size - 1)
+    state.write_bytes(state.read_bytes() + b"\0")
+    (run / "checkpoint-8" / "rng/state.safetensors").unlink()
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert main(["verify", str(run)]) == 1
+    out = capsys.readouterr().out
+    assert "2 checkpoints, 10 files" in out and "2 damaged" in out
+    for line in (
+        "checkpoint-4: the content of 'model.safetensors' does not match",
+        "checkpoint-8: 'optimizer/state.safetensors' has",
+        "checkpoint-8: 'rng/state.safetensors' is missing",
+    ):
+        assert f"damaged  {line}" in out
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_verify_compares_recorded_packages(run: Path) -> None:
+    change_record(run, lambda start: start["packages"].update(torch="1.0", long_gone="2"))
+    result = verify_run(run)
+    assert not result.ok and differing(result) == {"package torch": "changed", "package long_gone": "gone"}
+    assert "was '1.0', is" in str(result) and any("data, code" in reason for reason in result.uncompared)
+
+
+def test_verify_compares_script(run: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("1")
+    change_record(run, lambda start: start.update(
+        script={"name": "train.py", "sha256": "0" * 64}, command=["python", str(script)]
+    ))  # fmt: skip
+    assert differing(verify_run(run)) == {f"script {script}": "changed"}
+    script.unlink()
+    assert differing(verify_run(run)) == {f"script {script}": "gone"}
+    change_record(run, lambda start: start.update(command=["python", "train.py"]))  # in a folder that is not this one
+    result = verify_run(run)
+    assert result.ok and any("'train.py'" in reason for reason in result.uncompared)
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    ({"data": rows(15)}, {"data train_dataset": "changed", "setting samples_per_epoch": "changed"}),
+    ({"eval_dataset": rows(9)}, {"data eval_dataset": "changed"}),
+    ({"loss_fn": F.l1_loss}, {"code loss_fn": "changed", "setting loss_fn": "changed"}),
+    ({"learning_rate": 0.2}, {"setting learning_rate": "changed"}),
+    ({"epochs": 3}, {"setting epochs": "changed", "setting total_steps": "changed"}),
+], ids=["data", "evaluation", "loss", "rate", "epochs"])  # fmt: skip
+def test_verify_reports_what_makes_other_numbers(
+    trained: Path, options: dict[str, Any], expected: dict[str, str]
+) -> None:
+    result = verify_run(trained, lambda: make_trainer(**options))
+    changed = differing(result)
+    assert not result.ok and changed.items() >= expected.items(), str(result)
+    assert "train_dataset" in str(result) and changed.keys() <= expected.keys() | {"setting total_steps"}
+
+
+def test_verify_compares_samples_and_missing_sets(trained: Path) -> None:
+    data = rows(16)
+    data.tensors[0][:, 2] += 1
+    result = verify_run(trained, lambda: make_trainer(data=data, eval_dataset=None))
+    changed = differing(result)
+    assert (changed["data train_dataset"], changed["data eval_dataset"]) == ("changed", "gone")
+    assert " of it is not the one that the run was trained with (its entry 0)" in str(result)
+
+
+def test_verify_compares_run_without_checkpoints(run: Path) -> None:
+    for folder in run.glob("checkpoint-*"):
+        shutil.rmtree(folder)
+    assert verify_run(run, make_trainer).ok
+    assert differing(verify_run(run, lambda: make_trainer(data=rows(15))))["data train_dataset"] == "changed"
+
+
+def test_verify_reports_damaged_record(run: Path) -> None:
+    (run / "run.json").write_text("{")
+    result = verify_run(run, make_trainer)
+    assert not result.ok and differing(result) == {"record run.json": "changed"}
+
+
+def test_verify_reads_remote_store(run: Path, capsys: Any) -> None:
+    fs = fsspec.filesystem("memory")
+    fs.put(str(run), "/verified/run", recursive=True)
+    try:
+        assert main(["verify", "memory://verified/run"]) == 0
+        assert capsys.readouterr().out.startswith("memory://verified/run: 2 checkpoints, 10 files")
+        fs.pipe("/verified/run/checkpoint-4/model.safetensors", b"0" * fs.size(
+            "/verified/run/checkpoint-4/model.safetensors"
+        ))  # fmt: skip
+        assert main(["verify", "memory://verified/run/checkpoint-4", "--json"]) == 1
+        assert json.loads(capsys.readouterr().out)["ok"] is False
+    finally:
+        fs.rm("/verified", recursive=True)
+
+
+def test_verify_cannot_be_tried_elsewhere(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "file").write_text("")
+    for place in ("nowhere", "file", "", "memory://nowhere"):
+        assert main(["verify", place if "://" in place else str(tmp_path / place)]) == 2
+        assert "save_dir" in capsys.readouterr().err
