@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 from omnitrain.argument_aliases import advice
+from omnitrain.config import overrides
 from omnitrain.config.plain_yaml import FromEnvironment
 from omnitrain.core.duration import Duration, Limits, Stages, check_stages, check_stages_reached
 from omnitrain.core.errors import ConfigError, FixedSettingError, did_you_mean, unexpected_arguments
@@ -68,6 +69,10 @@ def takes_arguments(constructor: Constructor) -> Constructor:
                 "the others by name."
             ) from None
         del arguments["self"]
+        if overrides.is_active():
+            if overrides.replace_class(self, arguments):
+                return
+            arguments = overrides.override_arguments(self, arguments)
         fixed = frozenset(known) - ASSIGNABLE_SETTINGS - getattr(type(self), "ASSIGNABLE", frozenset())
         for name in fixed & vars(self).keys():
             reject_assignment(self, name, vars(self)[name])

@@ -41,8 +41,8 @@ PACKAGE = ROOT / "omnitrain"
 
 FLOORS = {
     0: "core",
-    1: "argument_aliases arguments compute config.instantiation config.names config.plain_yaml data distributed "
-    "metrics optim",
+    1: "argument_aliases arguments compute config.instantiation config.names config.overrides config.plain_yaml data "
+    "distributed metrics optim",
     2: "algorithms backends callbacks checkpoint loggers model",
     3: "trainer diagnostics.check diagnostics.data_checks diagnostics.plan diagnostics.rehearsal",
     4: "diagnostics hf sweeps",

@@ -543,7 +543,8 @@ class Checkpointer:
         elif lifecycle.saved_at != lifecycle.progress.position:
             self.finished_run = "its last checkpoint could not be saved"
         else:
-            self.finished_run.folder = lifecycle.saved_path
+            resumed = None if self.resumed is None else self.resumed.folder  # a run resumed at its end saves nothing
+            self.finished_run.folder = lifecycle.saved_path or resumed
 
     def _snapshot_final_weights(self) -> None:
         """Copy the weights in training to the host before others replace them, if no checkpoint has them."""

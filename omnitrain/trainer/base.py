@@ -53,6 +53,7 @@ from omnitrain.compute.activation_checkpointing import recompute_activations
 from omnitrain.compute.precision import Precision, matmul_precision
 from omnitrain.compute.random_state import deterministic as deterministic_kernels
 from omnitrain.compute.random_state import isolated_rng
+from omnitrain.config import overrides
 from omnitrain.config.instantiation import TrainerConfig
 from omnitrain.core.duration import Duration, Limits
 from omnitrain.core.errors import ConfigError, DistributedError, NonFiniteError, add_location
@@ -616,6 +617,8 @@ class BaseTrainer(Hooks, ABC):
                 "`train()` was called inside of `train()`, by a callback or a hook of this trainer. A callback asks "
                 "the run itself: request_evaluate(), request_save(), stop(); another run is made by another trainer."
             )
+        if overrides.is_active():
+            resume_from = overrides.override_run(self, resume_from, more)
         with (
             contextlib.ExitStack() as after,
             self._calling("train()", draws=True),
@@ -882,6 +885,8 @@ class BaseTrainer(Hooks, ABC):
     def _write_model(self, path: str | Path, overwrite: bool, processor: Any) -> Path:
         """Write the weights, the config and a tokenizer or processor, if any; called on every rank."""
         with self._calling("save_model()"):
+            if overrides.is_active():
+                path, overwrite = overrides.override_model_folder(path), True
             folder = local_path(path, "path")
             self.backend.check_weights_loaded()
             processors = [] if processor is None else [processor]

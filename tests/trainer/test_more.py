@@ -59,6 +59,17 @@ def test_more_continues_from_the_last_weights_not_the_best(folder: Path | None) 
     assert same(*states)
 
 
+def test_more_continues_a_run_resumed_at_its_end(tmp_path: Path) -> None:
+    """It saves nothing itself: the longer run continues from the checkpoint of the program before."""
+    longer = made(max_steps=5)
+    longer.train()
+    made(tmp_path, max_steps=3).train()
+    trainer = made(tmp_path, max_steps=3)
+    trainer.train(resume_from="auto")
+    trainer.train(more="2ba")
+    assert same(weights(trainer.model), weights(longer.model))
+
+
 def test_more_keeps_no_part_of_the_earlier_run_in_memory(tmp_path: Path) -> None:
     references: list[Any] = []
 

@@ -1,0 +1,168 @@
+"""Scripts in processes of their own: overrides, output, time limits and the end of everything that they start."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from recipes import rows
+from torch import nn
+
+import omnitrain
+from omnitrain import Callback, ConfigError, Trainer
+from omnitrain.config import overrides
+from omnitrain.diagnostics import script as script_module
+from omnitrain.diagnostics.script import Script
+
+
+class Noted(Callback):
+    """An extra callback by its class path."""
+
+    steps: ClassVar[list[int]] = []
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.steps.append(self.start + trainer.progress.step)
+
+
+@pytest.fixture
+def override(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Set the overrides of this process."""
+    monkeypatch.setattr(overrides, "_folders", {})
+    monkeypatch.setattr(overrides, "_count", 0)
+
+    def set_variable(**values: Any) -> Path:
+        values = {"save_dir": str(tmp_path / "drill"), "resume": True} | values
+        monkeypatch.setenv(overrides.VARIABLE, json.dumps(values))
+        return Path(values["save_dir"])
+
+    return set_variable
+
+
+def build(**options: Any) -> Trainer:
+    torch.manual_seed(0)
+    defaults: dict[str, Any] = {"epochs": 1, "batch_size": 4, "loss_fn": nn.functional.mse_loss, "device": "cpu"}
+    return Trainer(nn.Linear(4, 1, dtype=torch.float64), rows(16), progress_bar=False, **defaults | options)
+
+
+def test_overrides_redirect_each_run(override: Any, tmp_path: Path) -> None:
+    """A trainer without a folder gets one; a second one with the same folder stays in it, unless it overwrites."""
+    root, folder = override(), tmp_path / "own"
+    trainers = [build(), build(save_dir=folder), build(save_dir=folder)]
+    for trainer in trainers[:2]:
+        trainer.train()
+        trainer.save_model(folder / "model")
+    trainers[0].save_model(tmp_path / "elsewhere")
+    trainers.append(build(save_dir=folder, overwrite=True))
+    assert [trainer.save_dir for trainer in trainers] == [root / f"run-{number}" for number in (1, 2, 2, 4)]
+    assert not folder.exists() and not (tmp_path / "elsewhere").exists()
+    assert (root / "run-2" / "model" / "model.safetensors").is_file()
+    assert len(list((root / "models").iterdir())) == 1
+
+
+def test_overrides_resume_and_change_arguments(override: Any) -> None:
+    Noted.steps.clear()
+    override(
+        arguments={"max_steps": 3, "save_steps": 2},
+        callbacks=[{"class_path": f"{Noted.__module__}.Noted", "init_args": {"start": 100}}],
+    )
+    build(epochs=None).train()
+    assert Noted.steps == [101, 102, 103]
+    overrides._folders.clear()
+    overrides._count = 0
+    build(epochs=None).train()
+    assert Noted.steps[3:] == []
+
+
+def test_overrides_separate_calls_of_train(override: Any) -> None:
+    """Restarted, a program with two calls of `train()` ends with the same weights."""
+    root = override()
+
+    def run() -> torch.Tensor:
+        overrides._folders.clear()
+        overrides._count = 0
+        trainer = build(learning_rate=0.1)
+        trainer.train()
+        trainer.train()
+        trainer.train(more=1)
+        assert trainer.progress.step == 8
+        return torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
+
+    weights = run()
+    assert sorted(path.name for path in root.iterdir()) == ["run-1", "run-1.2", "run-1.3"]
+    assert torch.equal(run(), weights)
+
+
+def test_overrides_keep_a_checkpoint_by_path(override: Any, tmp_path: Path) -> None:
+    override(resume=True)
+    first = build(save_dir=tmp_path / "own", save_steps=1)
+    first.train()
+    other = build(save_dir=tmp_path / "own", save_steps=1)
+    other.train(resume_from=tmp_path / "own" / "checkpoint-2")
+    assert other.lifecycle.resumed_from is not None and other.lifecycle.resumed_from.name == "checkpoint-2"
+
+
+def test_overrides_replace_the_class(override: Any) -> None:
+    pytest.importorskip("accelerate")
+    override(trainer="AccelerateTrainer")
+    assert type(build()) is omnitrain.AccelerateTrainer
+
+
+def test_overrides_redirect_training_args(override: Any, tmp_path: Path) -> None:
+    """In place, as scripts read them afterwards; no tracker and no hub."""
+    transformers = pytest.importorskip("transformers")
+    root = override()
+    args = transformers.TrainingArguments(
+        str(tmp_path / "own"), save_strategy="no", num_train_epochs=1, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    trainer = omnitrain.HFTrainer(nn.Linear(4, 1, dtype=torch.float64), args, rows(16), loss_fn=nn.functional.mse_loss)
+    trainer.train()
+    assert args.output_dir == str(root / "run-1") and trainer.save_dir == root / "run-1"
+    assert list((root / "run-1").glob("checkpoint-*")) and not (tmp_path / "own").exists()
+
+
+def run_script(folder: Path, code: str, **options: Any) -> Any:
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(code))
+    return Script(str(path)).run(folder / "out", {}, **options)
+
+
+@pytest.mark.processes
+def test_script_output_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_module, "MAX_OUTPUT_BYTES", 1 << 16)
+    outcome = run_script(tmp_path, "for number in range(100_000): print(number)\nraise SystemExit(3)")
+    assert outcome.code == 3 and not outcome.timed_out
+    assert outcome.last_lines(2) == "99998\n99999"
+    assert sum(path.stat().st_size for path in (tmp_path / "out").iterdir()) < 1 << 18
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+def test_script_ends_with_all_its_processes(tmp_path: Path) -> None:
+    """Killed, with a child in a session of its own that holds the pipe open."""
+    child = tmp_path / "child"
+    outcome = run_script(
+        tmp_path,
+        f"""
+        import os, pathlib, time
+        if not os.fork():
+            os.setsid()
+            pathlib.Path({str(child)!r}).write_text(f"{{os.getpid()}} ")
+        time.sleep(600)
+        """,
+        is_stuck=lambda: child.exists() and child.read_text().endswith(" "),
+    )
+    assert outcome.code == 137 and not outcome.timed_out
+    stat = Path(f"/proc/{child.read_text().strip()}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+def test_script_rejects_what_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="There is no script"):
+        Script(str(tmp_path)).check()
