@@ -31,6 +31,7 @@ from omnitrain.core import objective
 from omnitrain.hf import arguments as hf_arguments
 from omnitrain.hf.trainer import NEVER_CALLED
 from omnitrain.metrics import registry
+from omnitrain.metrics.text import TEXT_METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -245,6 +246,9 @@ def names_table() -> str:
                 lines.append(f"| {_listed(chosen)} | {better} | {content[statistic.__name__]} |")
     lines.append("| `top<k>_accuracy`, for example `top5_accuracy` | higher | hits and a count |")
     lines.append("| `f<beta>`, for example `f2` or `f0.5_macro` | higher | counts of (label, prediction) pairs |")
+    for better, is_higher in (("higher", True), ("lower", False)):
+        chosen = [name for name, (_, _, up) in TEXT_METRICS.items() if up is is_higher]
+        lines.append(f"| {_listed(chosen)} | {better} | the texts |")
     aliases = ", ".join(f"`{alias}` = `{kind}`" for alias, kind in registry._ALIASES.items())
     return "\n".join([*lines, "", f"The same by other names: {aliases}."])
 

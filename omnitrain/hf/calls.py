@@ -211,7 +211,7 @@ class TransformersAPI(BaseTrainer):
     @compute_metrics.setter
     def compute_metrics(self, compute_metrics: Any) -> None:
         if "_evaluation" in vars(self):
-            scorer = make_scorer(compute_metrics, scores_for(self.loss_fn, self.model))
+            scorer = make_scorer(compute_metrics, scores_for(self.loss_fn, self.model), self.processing_class)
             settings = dataclasses.replace(self.settings, compute_metrics=compute_metrics)
             change_setting(self, settings=settings, scorer=scorer)
             self._evaluation.scorer = scorer

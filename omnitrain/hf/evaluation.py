@@ -20,6 +20,7 @@ from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, count_samples, get_labels
 from omnitrain.data.loaders import Loader
+from omnitrain.metrics.text import TEXT_METRICS
 from omnitrain.model.units import StepOutput, generated
 from omnitrain.trainer.evaluation import Evaluation, Inconclusive, Predictions
 
@@ -102,10 +103,11 @@ def make_generation(args: Any, model: Any, metrics: Any, processing_class: Any) 
             f"{type(model).__name__} does not have. Leave it out."
         )
     metrics = metrics if isinstance(metrics, (list, tuple)) else [metrics]
-    if metric_names := [metric for metric in metrics if isinstance(metric, str)]:
+    by_position = [metric for metric in metrics if isinstance(metric, str) and metric not in TEXT_METRICS]
+    if by_position:
         raise ConfigError(
-            f"`compute_metrics={metric_names[0]!r}` compares tokens by position, which is meaningless for generated "
-            "ones (`predict_with_generate=True`). Pass a function that decodes them."
+            f"`compute_metrics={by_position[0]!r}` compares tokens by position, which is meaningless for generated "
+            f"ones (`predict_with_generate=True`). Pass a function that decodes them, or {', '.join(TEXT_METRICS)}."
         )
     return Generation(args, processing_class)
 

@@ -30,6 +30,7 @@ from omnitrain.metrics.classification import (
 )
 from omnitrain.metrics.inputs import IGNORED, Batch, Layout, Scores, Statistic, main_output
 from omnitrain.metrics.regression import PAIRED, REGRESSION, Moments, Pairs
+from omnitrain.metrics.text import TEXT_METRICS
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -105,11 +106,12 @@ def _look_up(name: str) -> _RegisteredMetric:
         return _RegisteredMetric(statistic, kind, -1 if is_negated else 1, is_negated or not is_error)
     kinds = [kind for kinds in _FAMILIES.values() for kind in kinds]
     near = " Say which, such as 'f2' or 'f0.5_macro'." if "fbeta" in name or "f_beta" in name else ""
+    near = near or did_you_mean(name, [*kinds, *_ALIASES, *TEXT_METRICS])
     raise ConfigError(
-        f"`compute_metrics` knows no metric named {name!r}.{near or did_you_mean(name, [*kinds, *_ALIASES])} "
-        f"The names are {', '.join(kinds)}, top<k>_accuracy and f<beta>, such as f2_macro; scikit-learn's long names, "
-        "and neg_ before an error or a loss, work too. For any other metric pass a function f(y_true, y_pred) or a "
-        "torchmetrics metric."
+        f"`compute_metrics` knows no metric named {name!r}.{near} "
+        f"The names are {', '.join(kinds)}, top<k>_accuracy and f<beta>, such as f2_macro, and of texts "
+        f"{', '.join(TEXT_METRICS)}; scikit-learn's long names, and neg_ before an error or a loss, work too. For any "
+        "other metric pass a function f(y_true, y_pred) or a torchmetrics metric."
     )
 
 

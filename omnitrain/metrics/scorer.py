@@ -20,6 +20,7 @@ from omnitrain.core.metric_format import MetricDescriptor, describe_metric
 from omnitrain.data.collation import tensors_in
 from omnitrain.metrics.inputs import IGNORED, Scores, class_dimension, main_output
 from omnitrain.metrics.registry import NamedMetrics
+from omnitrain.metrics.text import TEXT_METRICS, TextMetrics
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -55,7 +56,9 @@ class Scorer:
     {'accuracy': 0.5, 'log_loss': 0.6931}
     """
 
-    def __init__(self, parts: Sequence[NamedMetrics | ByBatch | _Torchmetrics], functions: Sequence[_Function]) -> None:
+    def __init__(
+        self, parts: Sequence[NamedMetrics | TextMetrics | ByBatch | _Torchmetrics], functions: Sequence[_Function]
+    ) -> None:
         self._parts, self._functions = list(parts), list(functions)
         self.keeps_predictions: bool = bool(functions)
         """Whether `compute()` needs all predictions and labels, because a plain function is called only once."""
@@ -158,7 +161,7 @@ _SCORES_OF = {
 }
 
 
-def make_scorer(compute_metrics: Any, scores: Scores | None = None) -> Scorer:
+def make_scorer(compute_metrics: Any, scores: Scores | None = None, processing_class: Any = None) -> Scorer:
     """Return the scorer for the user's `compute_metrics`.
 
     * None: no metrics.
@@ -177,7 +180,8 @@ def make_scorer(compute_metrics: Any, scores: Scores | None = None) -> Scorer:
     An attribute `descriptor` of one of these, a `MetricDescriptor` or a dict of them by name, says how its results are
     shown, and may say their direction.
 
-    `scores` says how named metrics should read the scores, if that is known.
+    `scores` says how named metrics should read the scores, if that is known, and `processing_class` decodes tokens for
+    metrics of text.
 
     Raises:
         ConfigError: An object is none of these, a name is unknown, or two metrics have the same name.
@@ -196,7 +200,10 @@ def make_scorer(compute_metrics: Any, scores: Scores | None = None) -> Scorer:
                 f"Two metrics in `compute_metrics` are named {name!r}. Ask for it once; torchmetrics can be renamed "
                 "with MetricCollection({'name': metric})."
             )
-    parts: list[Any] = [NamedMetrics(names, scores)] if names else []
+    text_names = [name for name in names if name in TEXT_METRICS]
+    parts: list[Any] = [TextMetrics(text_names, processing_class)] if text_names else []
+    if plain_names := [name for name in names if name not in TEXT_METRICS]:
+        parts.append(NamedMetrics(plain_names, scores))
     for metric in rest + [metric for metric in entries if _is_torchmetrics(metric)]:
         descriptors = getattr(metric, "descriptor", None)
         if isinstance(descriptors, MetricDescriptor):

@@ -285,7 +285,7 @@ class BaseTrainer(Hooks, ABC):
             freeze: Regular expressions; parameters in whose names one of them is found do not train.
             loss_fn: Called as `loss_fn(outputs, labels)`; None takes the loss from what the model returns.
             unit: Called as `unit(batch)`; returns the loss, or (sum of losses, number of targets).
-            compute_metrics: Names of scikit-learn metrics, a function, a torchmetrics metric, or a list of these.
+            compute_metrics: Names of metrics, a function, a torchmetrics metric, or a list of these.
             label_names: Keys of the labels in a dict batch; several give a tuple, None tries the usual names.
             optimization_metric: The metric that decides which evaluation is best; default "loss".
             optimization_direction: "max" or "min"; None infers it from the metric, or raises an error.
@@ -377,7 +377,8 @@ class BaseTrainer(Hooks, ABC):
         self.max_grad_norm, self.grad_reduction = settings.max_grad_norm, settings.grad_reduction
         self.loss_fn = settings.loss_fn
         self.compute_metrics = settings.compute_metrics
-        self.scorer = make_scorer(settings.compute_metrics, scores_for(settings.loss_fn, model))
+        scores = scores_for(settings.loss_fn, model)
+        self.scorer = make_scorer(settings.compute_metrics, scores, settings.processing_class)
         self.save_dir = cast("Path | None", settings.save_dir)
         self.store = None if place is None else make_store(place, settings.save_required)
         self._timeout = None if settings.timeout is None else parse_seconds("timeout", settings.timeout)

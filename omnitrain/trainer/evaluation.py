@@ -113,7 +113,8 @@ class Evaluation:
         if rules is None or not rules.has_own_metrics:
             return self.scorer
         if id(rules) not in self._scorers:
-            self._scorers[id(rules)] = make_scorer(rules.metrics, scores_for(settings.loss_fn, model))
+            scores = scores_for(settings.loss_fn, model)
+            self._scorers[id(rules)] = make_scorer(rules.metrics, scores, settings.processing_class)
         return self._scorers[id(rules)]
 
     def check(self, objective: Objective, loaders: Any) -> None:
