@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from marks import TRAINERS
+from recipes import fit
 from tiny import Tokens, llama
 
 
@@ -36,9 +37,7 @@ def make(kind: str, model: Any, save_dir: Path | None = None, **options: Any) ->
 
 def run(kind: str, model: Any, save_dir: Path | None = None, **options: Any) -> Any:
     """Train, and return the trainer."""
-    trainer = make(kind, model, save_dir, **options)
-    trainer.train()
-    return trainer
+    return fit(make(kind, model, save_dir, **options))
 
 
 def reopened(folder: Path, base: Any = None, adapter: str = "default") -> dict[str, torch.Tensor]:

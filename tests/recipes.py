@@ -46,6 +46,12 @@ def trainer_on_cpu(kind: Any, model: nn.Module, data: Any = None, **options: Any
     return kind(model, train_dataset=data, **{"progress_bar": False, **device, **options})
 
 
+def fit(trainer: Any, *args: Any, **options: Any) -> Any:
+    """Train, and return the trainer."""
+    trainer.train(*args, **options)
+    return trainer
+
+
 class FailsAt(nn.Module):
     """A model, by default the small regression model, whose pass of this number fails."""
 

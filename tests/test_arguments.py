@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from counting import Streamed
-from recipes import Holding, rows, same, t16, weights
+from recipes import Holding, fit, rows, same, t16, weights
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -169,11 +169,10 @@ def quiet(trainer_class: Any, model: Any = None, **options: Any) -> Any:
 
 def test_settings_take_numbers_of_numpy(trainer_class: Any, tmp_path: Path) -> None:
     """Of one bit pattern: a checkpoint, too, has them as JSON."""
-    trainer = quiet(
+    trainer = fit(quiet(
         trainer_class, batch_size=np.int64(4), seed=np.int32(3), learning_rate=np.float32(0.5), max_steps=np.int16(2),
         shuffle=np.bool_(False), save_dir=tmp_path,
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     settings = trainer.settings
     assert [settings.batch_size, settings.seed, settings.learning_rate, settings.shuffle] == [4, 3, 0.5, False]
     assert {type(value) for value in (settings.batch_size, settings.learning_rate, settings.shuffle)} == {

@@ -222,14 +222,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 4},
     "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
     "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["mamba", "attention"]},
-    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4},
     "mamba2": {"num_heads": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "mistral4": {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "reformer": {
@@ -247,10 +245,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "glm_ocr": {"text_config": {"rope_parameters": MROPE, "head_dim": 8}},
     "lilt": {"hidden_size": 48, "intermediate_size": 48},
     "AlbertForPreTraining": {"num_labels": 2},
-    "lxmert": {
-        "num_qa_labels": CLASSES,
-        **dict.fromkeys(("task_obj_predict", "visual_obj_loss", "visual_attr_loss", "visual_feat_loss"), False),
-    },
     "dots3_note_text": {"head_dim": 16},
     "qwen4_exp_text": QUERY_INDEXER,
     "qwen4_exp": {"text_config": QUERY_INDEXER},
@@ -258,10 +252,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": VOCABULARY - 2}},
     "emu3": {"vocabulary_map": {"<image>": VOCABULARY - 2}},
     "hiera": {"image_size": [64, 64], "decoder_hidden_size": 32, "decoder_depth": 1, "decoder_num_heads": 2},
-    "vit_mae": {
-        "decoder_hidden_size": 32, "decoder_intermediate_size": 32, "decoder_num_hidden_layers": 1,
-        "decoder_num_attention_heads": 4,
-    },
     "bros": {"hidden_size": 64},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {**ROTARY}}},
     "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": {**ROTARY}}}},
@@ -314,12 +304,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {"num_key_value_heads": 2},
     "textnet": {"stem_out_channels": 16},
     "vision-encoder-decoder": PAIR,
-    "encoder-decoder": PAIR,
     "speech-encoder-decoder": PAIR,
     "layoutlmv3": {"coordinate_size": 4, "shape_size": 8},
     "musicgen_decoder": {"num_codebooks": 1, "bos_token_id": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
-    "canine": {"local_transformer_stride": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "MixtralForCausalLM": {"output_router_logits": True},
 }  # fmt: skip
@@ -384,10 +372,6 @@ def _masked_frames(config: Any, random: Draw, sample: dict[str, Any]) -> dict[st
     return {"attention_mask": torch.ones(len(sample["input_features"])).long()}
 
 
-def _noise(config: Any, random: Draw, sample: dict[str, Any]) -> dict[str, Any]:
-    return {"noise": random(16)}
-
-
 def _codebooks(config: Any, random: Draw, sample: dict[str, Any]) -> dict[str, Any]:
     return {"labels": sample["labels"][:, None]}
 
@@ -406,7 +390,6 @@ EXTRA: dict[str, Callable[[Any, Draw, dict[str, Any]], dict[str, Any]]] = {
     "ViltForQuestionAnswering": lambda config, random, sample: {
         **_image(config, random, sample), "labels": torch.arange(CLASSES).eq(sample["labels"]).double()
     },
-    "blip-2": _image_tokens,
     "instructblip": _image_tokens,
     "instructblipvideo": lambda config, random, sample: {
         **_image_tokens(config, random, sample), "pixel_values": random(1, 3, IMAGE, IMAGE)
@@ -441,7 +424,6 @@ EXTRA: dict[str, Callable[[Any, Draw, dict[str, Any]], dict[str, Any]]] = {
     "pix2struct": lambda config, random, sample: {
         "flattened_patches": torch.cat([torch.arange(1, 5)[:, None].expand(4, 2), random(4, 768)], 1)
     },
-    "perceiver": lambda config, random, sample: {"inputs": sample["input_ids"], "input_ids": None},
     "PerceiverForSequenceClassification": lambda config, random, sample: {
         "inputs": (random(LENGTH).abs() * 10).long() + 4
     },
@@ -464,12 +446,9 @@ EXTRA: dict[str, Callable[[Any, Draw, dict[str, Any]], dict[str, Any]]] = {
         "spatial_shapes": torch.tensor([2, 2]),
     },
     "speech-encoder-decoder": lambda config, random, sample: {"input_values": random(4000), "input_ids": None},
-    "wav2vec2-bert": lambda config, random, sample: {"input_features": random(64, config.feature_projection_input_dim)},
     "lasr_ctc": _masked_frames,
     "parakeet_ctc": _masked_frames,
     "voxtral_realtime": lambda config, random, sample: {"input_features": random(option(config, "num_mel_bins"), 64)},
-    "vit_mae": _noise,
-    "hiera": lambda config, random, sample: {"noise": random(4)},
     "molmo2": lambda config, random, sample: {"mm_token_type_ids": torch.zeros(LENGTH).long()},
     "musicgen_decoder": _codebooks,
     "musicgen_melody_decoder": _codebooks,

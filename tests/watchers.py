@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recipes import subscribe, t16
+from recipes import fit, subscribe, t16
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -80,9 +80,7 @@ def run(make: Callable[..., Any], folder: Path | None) -> Any:
             "callbacks": list(watchers(folder).values()),
         }  # fmt: skip
     torch.manual_seed(1)
-    trainer = make(t16(0.3), _data(28), _data(9), **options)
-    trainer.train()
-    return trainer
+    return fit(make(t16(0.3), _data(28), _data(9), **options))
 
 
 def _data(size: int) -> TensorDataset:

@@ -13,6 +13,7 @@ from typing import Any
 import programs
 import pytest
 import torch
+from recipes import fit
 
 from omnitrain.cli.main import main
 from omnitrain.config.configuration import Config
@@ -44,9 +45,7 @@ def run_of(name: str, **overrides: Any) -> Any:
     """Return a trainer that has run what a file describes, with some of the trainer's arguments changed."""
     changes = {f"trainer.{key}": value for key, value in overrides.items()}
     config = Config.read(f"examples/{name}.yaml", overrides=changes)
-    trainer = config.make_trainer()
-    trainer.train(**config.tree.values.get("train", {}))
-    return trainer
+    return fit(config.make_trainer(), **config.tree.values.get("train", {}))
 
 
 def without_rates(metrics: Any) -> Any:
@@ -80,8 +79,7 @@ def test_three_trainers_equal_script(name: str) -> None:
     pytest.importorskip("transformers")
     example = script("three_trainers")
     config = Config.read("examples/three_trainers.yaml", overrides=[("trainer", name), ("trainer.epochs", "1")])
-    trainer = config.make_trainer()
-    trainer.train()
+    trainer = fit(config.make_trainer())
     assert type(trainer).__name__ == name
     assert example.distance(trainer, example.train(type(trainer), 1)) == 0
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from backends import make_trainer
 from forking import ON_CPU, Case, play
-from recipes import StopAt, rows, same, t16, weights
+from recipes import StopAt, fit, rows, same, t16, weights
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from omnitrain import Algorithm, Callback
@@ -78,8 +78,7 @@ def make(backend: str, data: Any, sizes: Sequence[int], callbacks: Sequence[Call
 def test_length_is_asked_at_each_epoch(backend: str) -> None:
     pool, sizes = Pool(6), [6, 13, 3]
     for data in (pool, Subset(TensorDataset(pool.x, pool.y), range(6))):
-        trainer = make(backend, data, sizes, gradient_accumulation_steps=2)
-        trainer.train()
+        trainer = fit(make(backend, data, sizes, gradient_accumulation_steps=2))
         epochs = trainer.algorithms[0].epochs.values()
         assert [sorted(samples) for samples in epochs] == [list(range(size)) for size in sizes]
         assert (trainer.progress.samples, trainer.progress.step, trainer.progress.epochs) == (22, 4, 3)
@@ -105,11 +104,9 @@ def test_length_of_evaluation_set_is_asked() -> None:
 @pytest.mark.parametrize("step", [2, 4, 6], ids=["between", "within", "at its end"])
 def test_resume_has_length_of_its_epoch(backend: str, step: int, tmp_path: Path) -> None:
     sizes = [6, 15, 9]
-    whole = make(backend, Pool(6), sizes)
-    whole.train()
+    whole = fit(make(backend, Pool(6), sizes))
     make(backend, Pool(6), sizes, [StopAt(step)], save_dir=tmp_path).train()
-    resumed = make(backend, Pool(6), sizes, save_dir=tmp_path)
-    resumed.train(resume_from="last")
+    resumed = fit(make(backend, Pool(6), sizes, save_dir=tmp_path), resume_from="last")
     assert resumed.progress.step == whole.progress.step
     assert resumed.progress.samples == whole.progress.samples == sum(sizes)
     assert same(weights(whole.model), weights(resumed.model))
@@ -123,8 +120,7 @@ def test_resume_of_shrunk_data_is_an_error(tmp_path: Path, monkeypatch: pytest.M
 
 
 def train(backend: str, sizes: list[list[int]]) -> list[int]:
-    trainer = make(backend, Pool(6), sizes[int(os.environ["RANK"])])
-    trainer.train()
+    trainer = fit(make(backend, Pool(6), sizes[int(os.environ["RANK"])]))
     return [*trainer.algorithms[0].sizes, trainer.progress.samples, trainer.progress.step]
 
 
@@ -179,11 +175,10 @@ class Raise(Callback):
 
 def levels(place: str, num_workers: int, in_the_middle: bool = False) -> dict[int, list[int]]:
     data = Subset(Leveled(16, place), range(16))
-    trainer = make_trainer(
+    trainer = fit(make_trainer(
         "native", t16(dtype=torch.float32), data, callbacks=[Raise(data.dataset, in_the_middle)], algorithms=[Seen()],
         epochs=2, batch_size=4, loss_fn=F.mse_loss, num_workers=num_workers,
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     return {epoch: sorted(set(values)) for epoch, values in trainer.algorithms[0].epochs.items()}
 
 

@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 torch.set_num_threads(1)
 
-from recipes import rows, t16  # noqa: E402
+from recipes import fit, rows, t16  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from omnitrain import AccelerateTrainer, Callback, Trainer  # noqa: E402
@@ -31,9 +31,7 @@ OPTIONS: dict[str, Any] = {
 
 def native(folder: Path) -> Trainer:
     """Train the same on one process."""
-    trainer = Trainer(t16(dtype=torch.float32), rows(31, torch.float32), batch_size=8, save_dir=folder, **OPTIONS)
-    trainer.train()
-    return trainer
+    return fit(Trainer(t16(dtype=torch.float32), rows(31, torch.float32), batch_size=8, save_dir=folder, **OPTIONS))
 
 
 class KillAt(Callback):

@@ -66,11 +66,10 @@ class Fade(Callback):
 
 def fade(backend: str, folder: str) -> dict[str, Any]:
     """Train next to weights that are changed by hand."""
-    trainer = make_trainer(
+    make_trainer(
         backend, Twins(), rows(16, torch.float32), loss_fn=nn.functional.mse_loss, batch_size=2, max_steps=2,
         save_dir=folder, save_frozen=False, callbacks=[Fade()],
-    )  # fmt: skip
-    trainer.train()
+    ).train()  # fmt: skip
     return {}
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from accelerate.tracking import GeneralTracker
 from backends import DTYPES, Jobs, asked_for, dtype_of, gap, launch_all, make_trainer, sound, tensors_of
 from marks import thinned
-from recipes import Everything, Keyed, KeyedModel, StopAt, rows, t16
+from recipes import Everything, Keyed, KeyedModel, StopAt, fit, rows, t16
 from starving import Starving
 from tiny import Tokens, llama
 from torch import nn
@@ -58,11 +58,10 @@ def train_watched(backend: str, watched: bool) -> dict[str, Any]:
     options: dict[str, Any] = {"max_steps": 3}
     if watched:
         options = {"max_steps": 9, "callbacks": [everything, FailsOnRankOne(), StopsOnRankOne()]}
-    trainer = make_trainer(
+    trainer = fit(make_trainer(
         backend, t16(dtype=dtype), rows(40, dtype), batch_size=2, gradient_accumulation_steps=2, learning_rate=0.05,
         loss_fn=nn.functional.mse_loss, log_steps=100, **options,
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     failures = {listener.name: listener.failures for listener in trainer.lifecycle.listeners}
     return {
         "events": everything.events, "failures": failures.get("FailsOnRankOne"), "step": trainer.progress.step,
@@ -263,8 +262,7 @@ def generate(backend: str) -> dict[str, Any]:
             make_trainer(backend, llama().float(), Tokens(16), callbacks=[Distributions()], **options).train()
         except ConfigError as raised:
             error = str(raised)
-    trainer = make_trainer(backend, llama().float(), Tokens(16), callbacks=[reports, *previews], **options)
-    trainer.train()
+    trainer = fit(make_trainer(backend, llama().float(), Tokens(16), callbacks=[reports, *previews], **options))
     return {"step": trainer.progress.step, "reports": reports.reports, "weights error": error}
 
 

@@ -22,7 +22,7 @@ from backends import Jobs, asked_for, launch_all, make_trainer
 from counting import Streamed
 from forking import Case, Found, Outcome, by_name, case_folder, current_rank, mark, play, wait_for_other
 from marks import thinned
-from recipes import rows, t16
+from recipes import fit, rows, t16
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -203,8 +203,7 @@ def end(how: str) -> None:
     """End a program in order, in one of several ways."""
     # A process at the end waits so long for the others; where they are at the end too, it does not wait at all.
     watchdog.EXIT_WAIT_S = 0.5 if how == "late" else math.inf
-    trainer = make()
-    trainer.train()
+    trainer = fit(make())
     if how.startswith("destroy"):
         dist.destroy_process_group()
     if how == "destroy and train":

@@ -17,7 +17,7 @@ import torchmetrics
 from backends import Jobs, asked_for, launch_all, make_trainer, named, tensors_of
 from forking import current_rank
 from marks import thinned
-from recipes import rows, same
+from recipes import fit, rows, same
 from safetensors.torch import save_file
 from starving import Starving
 from torch import nn
@@ -137,8 +137,7 @@ def measure(backend: str, folder: str, widths: list[int]) -> dict[str, Any]:
     """Train a step, save and load; first with a small model, which loads the code."""
     result: dict[str, Any] = {}
     for width in widths:
-        trainer = make(backend, width, save_dir=f"{folder}/{width}", save_steps=1000)
-        trainer.train()
+        trainer = fit(make(backend, width, save_dir=f"{folder}/{width}", save_steps=1000))
         before = optimizers_with_state()
         trainer.train(more="1ba")
         result["optimizers"] = optimizers_with_state() - before

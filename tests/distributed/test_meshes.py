@@ -13,7 +13,7 @@ from accelerate.utils import ParallelismConfig
 from backends import Indices, asked_for, gap
 from forking import Case, Found, current_rank, joined, play
 from marks import thinned
-from recipes import Trace
+from recipes import Trace, fit
 from resuming import Numbered
 from safetensors.torch import load_file
 from tiny import Tokens
@@ -94,8 +94,7 @@ def trainer_of(mesh: str, kind: str, dropout: float = 0.0, seed: int = 0, **opti
 def learn(mesh: str, kind: str, resume: str = "", dropout: float = 0.0, **options: Any) -> dict[str, Any]:
     """Train, evaluate and predict; each process makes its model from another seed."""
     rank = current_rank()
-    trainer = trainer_of(mesh, kind, dropout, seed=rank, **options)
-    trainer.train(resume_from=resume or None)
+    trainer = fit(trainer_of(mesh, kind, dropout, seed=rank, **options), resume_from=resume or None)
     noted = next(callback for callback in trainer.lifecycle.callbacks if isinstance(callback, Trace))
     moments, _ = trainer.backend.optimizer_state()
     tensors = {**trainer.backend.model_tensors(), **{f"moments/{name}": tensor for name, tensor in moments.items()}}

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from backends import DTYPES, PROCESSES, Jobs, asked_for, bound, dtype_of, gap, launch_all, make_trainer, sound
 from counting import Streamed
 from marks import thinned
-from recipes import CountsPasses, Sentences, Tagger, Trace, rows, t16
+from recipes import CountsPasses, Sentences, Tagger, Trace, fit, rows, t16
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -179,11 +179,10 @@ def train_values(backend: str, kind: str, dtype: str) -> dict[str, Any]:
     """Train a model that names values under a loss of two parts, or computes its loss in chunks, in uneven steps."""
     trace, options = Trace(), {"loss_fn": CrossEntropy(z_loss=0.1)} if kind == "named" else {}
     model: Tagger = (Measured if kind == "named" else Chunked)(dtype=DTYPES[dtype])
-    trainer = make_trainer(
+    trainer = fit(make_trainer(
         backend, model, Sentences(21), Sentences(7), callbacks=[trace], batch_size=2, global_batch_size=8, epochs=2,
         learning_rate=0.05, log_steps=2 if kind == "named" else 1, **options,
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     history = [*trainer.metrics["train_metrics_history"], *trainer.metrics["valid"]]
     entries = trainer.state.log_history if backend.startswith("hf") else []
     rows = [*trace.logs, *(row for row in entries if "loss" in row), *history]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from backends import BACKENDS, DTYPES, MAIN, RECIPE, Jobs, asked_for, bound, dtype_of, gap, make_trainer, tensors_of
 from marks import thinned
-from recipes import Blank, Graphs, Overflowing, Tagger, Trace, rows, t16
+from recipes import Blank, Graphs, Overflowing, Tagger, Trace, fit, rows, t16
 from torch import nn
 from transformers import TrainingArguments
 
@@ -199,11 +199,10 @@ def skip(backend: str, dtype: str, counts: bool) -> dict[str, Any]:
         logits = model(**batch)["logits"]
         return F.cross_entropy(logits[is_target], batch["labels"][is_target], reduction="sum"), is_target.sum()
 
-    trainer = make_trainer(
+    trainer = fit(make_trainer(
         backend, model, Blank(20, EpochSampler(20, 4).order(0)[8:12]), batch_size=1, global_batch_size=4, epochs=1,
         learning_rate=0.05, optimizer="torch.optim.AdamW", **({"unit": unit} if counts else {}),
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     return {"steps": [trainer.progress.step, trainer.progress.skipped_steps], "tensors": tensors_of(trainer)}
 
 

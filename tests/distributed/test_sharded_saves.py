@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from backends import asked_for, make_trainer
 from forking import Case, Found, Outcome, current_rank, mark, play
 from marks import thinned
-from recipes import rows, t16
+from recipes import fit, rows, t16
 
 from omnitrain import Callback, CheckpointError
 from omnitrain.checkpoint import checkpointer, lock, manifest, tensor_reader, verifying
@@ -303,8 +303,7 @@ def noted_hashes(trouble: str = "", fail_on: int = -1) -> list[str]:
 def begin(folder: str, source: str) -> dict[str, Any]:
     """Train with the weights of a checkpoint."""
     hashed = noted_hashes()
-    trainer = make(folder, consolidate=False, max_steps=1, init_from=source)
-    trainer.train()
+    make(folder, consolidate=False, max_steps=1, init_from=source).train()
     return {"hashed": hashed}
 
 
@@ -339,8 +338,7 @@ def break_reading(fail_on: int, is_local: bool) -> None:
 def read(folder: str, fail_on: int, is_local: bool) -> dict[str, Any]:
     """Resume, where the disk fails one rank in the middle of reading."""
     break_reading(fail_on, is_local)
-    trainer = make(folder, consolidate=False, max_steps=6, save_total_limit=None)
-    trainer.train(resume_from="auto")
+    trainer = fit(make(folder, consolidate=False, max_steps=6, save_total_limit=None), resume_from="auto")
     return {"step": trainer.progress.step}
 
 

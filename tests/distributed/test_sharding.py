@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from backends import Jobs, asked_for, gap, launch_all, make_trainer, sound, tensors_of
 from forking import current_rank
 from marks import thinned
-from recipes import Trace, rows, t16
+from recipes import Trace, fit, rows, t16
 from safetensors.torch import load_file
 from tiny import Tokens, llama, t5
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
@@ -113,8 +113,7 @@ def load_in_parts(backend: str, folder: str, model: str) -> dict[str, Any]:
     deepspeed.init_distributed("gloo")  # on GPUs the arguments do it
     loaded = LlamaForCausalLM.from_pretrained(model)
     trace, empty = Trace(), not next(loaded.parameters()).numel()
-    trainer = speaker(args, loaded, callbacks=[trace])
-    trainer.train()
+    trainer = fit(speaker(args, loaded, callbacks=[trace]))
     trainer.save_model(f"{folder}/model")
     return {"empty": empty, "losses": [row["loss"] for row in trace.logs]}
 
@@ -140,11 +139,10 @@ def two_groups(parameters: Any) -> torch.optim.Optimizer:
 def train_twice(backend: str) -> dict[str, Any]:
     """Train two parameter groups, and once more from there."""
     trace = Trace()
-    trainer = make_trainer(
+    trainer = fit(make_trainer(
         backend, t16(dtype=torch.float32), rows(20, torch.float32), loss_fn=F.mse_loss, optimizer=two_groups,
         max_steps=4, batch_size=2, lr_scheduler="linear", callbacks=[trace],
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     trainer.train()
     return {"losses": [row["loss"] for row in trace.logs], "rates": [row["learning_rate"] for row in trace.logs]}
 
@@ -157,11 +155,10 @@ def by_configuration(backend: str, configured: bool) -> dict[str, Any]:
         **({"optimizer": {"type": "AdamW", "params": params}} if configured else {}),
     }
     trace = Trace()
-    trainer = AccelerateTrainer(
+    AccelerateTrainer(
         t16(dtype=torch.float32), rows(20, torch.float32), loss_fn=F.mse_loss, max_steps=5, batch_size=2, log_steps=1,
         learning_rate=0.05, weight_decay=0.1, deepspeed_config=config, callbacks=[trace], progress_bar=False,
-    )  # fmt: skip
-    trainer.train()
+    ).train()  # fmt: skip
     return {"losses": [row["loss"] for row in trace.logs]}
 
 
@@ -208,11 +205,10 @@ def initialize_again_by_configuration(backend: str, folder: str) -> dict[str, An
     """Train a model of `model_init` twice, on the schedule of DeepSpeed's configuration."""
     trace, config = Trace(), {**PLAIN["zero2"]["deepspeed"], "scheduler": SCHEDULE}
     args = arguments(folder, max_steps=3, save_strategy="no", eval_strategy="no", deepspeed=config)
-    trainer = HFTrainer(
+    trainer = fit(HFTrainer(
         None, args, rows(20, torch.float32), loss_fn=F.mse_loss, callbacks=[trace],
         model_init=lambda: t16(dtype=torch.float32),
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     trainer.train()
     return {"rates": [row["learning_rate"] for row in trace.logs]}
 

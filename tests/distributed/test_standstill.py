@@ -19,7 +19,7 @@ from backends import asked_for, make_trainer
 from compiled import compile_once
 from forking import Case, Found, Outcome, by_name, case_folder, current_rank, mark, play, stop_until
 from marks import thinned
-from recipes import rows, t16
+from recipes import fit, rows, t16
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -157,12 +157,11 @@ def train(
     logging.getLogger("omnitrain").addHandler(logging.StreamHandler())
     fault, model = Fault(phase, rank, how), t16(dtype=torch.float32)
     model.register_forward_pre_hook(fault.note_pass)
-    trainer = make_trainer(
+    trainer = fit(make_trainer(
         backend, model, Rows(fault), rows(16, torch.float32), batch_size=4, epochs=2, loss_fn=F.mse_loss,
         learning_rate=0.01, save_dir=folder / "run", save_steps=6, eval_steps=5, callbacks=[fault],
         timeout=timeout, load_best_at_end=False,
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     return trainer.progress.step
 
 

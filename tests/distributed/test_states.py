@@ -12,7 +12,7 @@ from backends import PROCESSES, Jobs, asked_for, bound, gap, launch_all, make_tr
 from counting import BATCH_SIZE, SIZE, Resumable, ResumableShare, made
 from forking import current_rank, joined
 from marks import thinned
-from recipes import StopAt, rows
+from recipes import StopAt, fit, rows
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
@@ -94,11 +94,10 @@ class Replacing(nn.Module):
 def replace(backend: str, copies: bool) -> dict[str, Any]:
     """Train for 3 steps of two micro-batches, with an evaluation after each."""
     data = rows(24, torch.float32)
-    trainer = make_trainer(
+    trainer = fit(make_trainer(
         backend, Replacing(copies), data, loss_fn=F.mse_loss, batch_size=2, global_batch_size=8, epochs=1,
         learning_rate=0.05, eval_dataset=data[:8], eval_steps=1,
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     return {"tensors": tensors_of(trainer), "losses": [row["eval_loss"] for row in trainer.metrics["valid"]]}
 
 

@@ -14,7 +14,7 @@ from compiled import compile_once
 from counting import Streamed
 from forking import Case, Found, Outcome, joined, play
 from marks import thinned
-from recipes import Tagger, Trace, rows, t16
+from recipes import Tagger, Trace, fit, rows, t16
 
 from omnitrain import Throughput
 from omnitrain.data.grouping import GroupByLength
@@ -130,10 +130,9 @@ def train_with(backend: str, what: str) -> dict[str, Any]:
     if eval_size := options.pop("eval_size", 0):
         options["eval_dataset"] = rows(eval_size)
     trace, throughput = Trace(), Throughput()
-    trainer = make_trainer(
+    trainer = fit(make_trainer(
         backend, model, train_dataset=data[kind](), callbacks=[trace, throughput], **options
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     return {
         "losses": [row["loss"] for row in trace.logs],
         "eval_losses": [row["eval_loss"] for row in trainer.metrics.to_dict()["valid"]],

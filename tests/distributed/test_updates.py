@@ -14,7 +14,7 @@ from backends import DTYPES, Jobs, asked_for, dtype_of, gap, launch_all, make_tr
 from embeddings import Bags, bags
 from forking import Case, play
 from marks import thinned
-from recipes import rows, t16
+from recipes import fit, rows, t16
 from torch import nn
 
 from omnitrain import Callback, GradientCheck
@@ -47,11 +47,10 @@ def train(backend: str, optimizer: str, folder: str) -> dict[str, Any]:
     """Train for 4 steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-    trainer = make_trainer(
+    trainer = fit(make_trainer(
         backend, model, rows(16, torch.float32), loss_fn=F.mse_loss, epochs=1, batch_size=2, global_batch_size=4,
         optimizer=optimizer, learning_rate=0.01, save_dir=folder,
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     if backend == "fsdp":
         trainer.optimizer.state_dict()  # has no state of the weights before they were sharded
     return {"tensors": tensors_of(trainer)}

@@ -17,7 +17,7 @@ from backends import Jobs, asked_for, launch_all, make_trainer, tensors_of
 from counting import Streamed
 from forking import current_rank
 from marks import thinned
-from recipes import rows, same, t16
+from recipes import fit, rows, same, t16
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -43,11 +43,10 @@ class Rates(Callback):
 
 def worsen(backend: str) -> dict[str, Any]:
     rates, data = Rates(), rows(32, torch.float32)
-    trainer = make_trainer(
+    trainer = fit(make_trainer(
         backend, t16(dtype=torch.float32), data, data, loss_fn=F.mse_loss, batch_size=8, max_steps=8, eval_steps=1,
         load_best_at_end=True, patience=4, callbacks=[rates],
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     last = tensors_of(trainer)
     return {
         "best_step": trainer.metrics["best_step"],
@@ -80,11 +79,10 @@ def freeze(backend: str) -> dict[str, Any]:
     model = nn.Sequential(encoder, nn.BatchNorm1d(8).eval(), nn.Dropout(0.5), nn.Linear(8, 1))
     modes, data, before = Modes(), rows(32, torch.float32), in_training(model)
     statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    trainer = make_trainer(
+    trainer = fit(make_trainer(
         backend, model, data, data, loss_fn=F.mse_loss, batch_size=4, gradient_accumulation_steps=2, epochs=2,
         eval_steps=1, callbacks=[modes],
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     trainer.evaluate()
     return {
         "before": before,

@@ -12,7 +12,7 @@ import programs
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import Trace, rows, t16
+from recipes import Trace, fit, rows, t16
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -57,11 +57,10 @@ def main() -> None:
     args = parser.parse_args()
     model, data = wide() if args.wide else (t16(dtype=torch.float32), rows(60, torch.float32))
     size, trace = 2 if args.wide else 4, Trace()
-    trainer = make(
+    trainer = fit(make(
         model, data, batch_size=size, epochs=2, log_steps=1, autocast=args.precision, callbacks=[trace],
         max_grad_norm=0.5,
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     results = {
         "backend": torch.distributed.get_backend(),
         "device": str(trainer.device),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from devices import KINDS, make
-from recipes import StopAt, Trace, distance, rows, same, t16, weights
+from recipes import StopAt, Trace, distance, fit, rows, same, t16, weights
 
 from omnitrain import Callback
 from omnitrain.checkpoint.store import Store
@@ -110,11 +110,10 @@ def test_checkpoint_equals_state_on_device(device: torch.device, kind: str, tmp_
 def test_async_save_holds_state_of_request(device: torch.device, tmp_path: Path) -> None:
     ends = []
     for name, saves_async in (("sync", False), ("async", True)):
-        trainer = make(
+        trainer = fit(make(
             "native", device, t16(0.2, FP32), rows(60, FP32), save_dir=tmp_path / name, save_steps=1,
             async_save=saves_async,
-        )  # fmt: skip
-        trainer.train()
+        ))  # fmt: skip
         ends.append([load_tensors(path / "model.safetensors") for path in trainer.store.checkpoints()])
     assert len(ends[0]) == len(ends[1]) == 15
     for first, second in zip(*ends, strict=True):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from devices import Greedy, Notes, Overflow, make, room_for
-from recipes import distance, rows, same, t16, weights
+from recipes import distance, fit, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -45,8 +45,7 @@ def hf(model: nn.Module, args: Any, data: Any, *more: Any, **options: Any) -> HF
 
 def test_bf16_argument_is_autocast(device: torch.device, tmp_path: Path) -> None:
     model, ours = t16(dtype=FP32), t16(dtype=FP32)
-    trainer = hf(model, arguments(tmp_path, bf16=True), rows(60, FP32))
-    trainer.train()
+    trainer = fit(hf(model, arguments(tmp_path, bf16=True), rows(60, FP32)))
     make("native", device, ours, rows(60, FP32), autocast="bf16").train()
     assert trainer.precision.name == "bf16" and trainer.device.type == device.type
     assert same(weights(model), weights(ours))
@@ -109,11 +108,10 @@ def test_gradient_checkpointing_gives_the_same_numbers(device: torch.device, tmp
     ends = []
     for checkpoints in (False, True):
         model = gpt(vocabulary=64).float()
-        trainer = HFTrainer(
+        HFTrainer(
             model, arguments(tmp_path / str(checkpoints), gradient_checkpointing=checkpoints), texts(),
             progress_bar=False,
-        )  # fmt: skip
-        trainer.train()
+        ).train()  # fmt: skip
         ends.append(weights(model))
     assert distance(*ends) < 1e-4
 
@@ -165,9 +163,7 @@ def found_batch(model: nn.Module, folder: Path, batch: int, accumulation: int = 
         folder, num_train_epochs=2, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation,
         auto_find_batch_size=finds,
     )  # fmt: skip
-    trainer = hf(model, args, rows(40))
-    trainer.train()
-    return trainer
+    return fit(hf(model, args, rows(40)))
 
 
 @pytest.mark.gpu
@@ -198,8 +194,7 @@ def test_stock_trainer_resumes_our_checkpoint(device: torch.device, tmp_path: Pa
     data = [{"input_ids": ids, "labels": labels} for ids, labels in zip(*texts().values(), strict=True)]
     saves = {"save_strategy": "epoch", "load_best_model_at_end": False}
     args = arguments(tmp_path / "run", bf16=True, num_train_epochs=2, **saves)
-    trainer = HFTrainer(gpt(vocabulary=64).float(), args, data, progress_bar=False, stock_checkpoints=True)
-    trainer.train()
+    HFTrainer(gpt(vocabulary=64).float(), args, data, progress_bar=False, stock_checkpoints=True).train()
     longer = arguments(tmp_path / "stock", bf16=True, num_train_epochs=3)
     stock = transformers.Trainer(gpt(vocabulary=64).float(), longer, train_dataset=data)
     end = stock.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-16"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from devices import forbid_waiting, keep_busy, make, trainer_class, waiting_allowed_at_last
-from recipes import Sentences, Tagger, distance, rows, same, t16, weights
+from recipes import Sentences, Tagger, distance, fit, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
@@ -198,10 +198,9 @@ class InPlace(nn.Module):
 def test_each_pass_gets_unchanged_batch(device: torch.device, kind: str, options: dict[str, Any]) -> None:
     ends = []
     for copies in (True, False):
-        trainer = make(
+        trainer = fit(make(
             kind, device, InPlace(copies), rows(16, FP32), loss_fn=F.mse_loss, max_grad_norm=None, **options
-        )  # fmt: skip
-        trainer.train()
+        ))  # fmt: skip
         ends.append(weights(trainer.get_model()))
     assert same(*ends)
 
@@ -229,11 +228,10 @@ def test_custom_prepare_batch_gets_host_batches(device: torch.device, kind: str,
     places, ends = Places(), []
     for trainer_type in (Prepares if has_own else trainer_class(kind), trainer_class(kind)):
         place = {"device": device} if kind == "native" else {}
-        trainer = trainer_type(
+        trainer = fit(trainer_type(
             t16(dtype=FP32), rows(40, FP32), loss_fn=F.mse_loss, learning_rate=0.01, epochs=1, progress_bar=False,
             algorithms=[places], **place,
-        )  # fmt: skip
-        trainer.train()
+        ))  # fmt: skip
         ends.append(weights(trainer.get_model()))
     assert places.seen == {device.type}
     assert set(calls) == ({("cpu", device.type == "cuda")} if has_own else set())
@@ -244,8 +242,7 @@ def test_custom_prepare_batch_gets_host_batches(device: torch.device, kind: str,
 def test_workers_and_pinned_memory_change_no_number(device: torch.device, kind: str) -> None:
     ends = []
     for options in ({}, {"num_workers": 2}, {"pin_memory": False}, {"num_workers": 2, "pin_memory": False}):
-        trainer = make(kind, device, t16(dtype=FP32), rows(60, FP32), epochs=2, **options)
-        trainer.train()
+        trainer = fit(make(kind, device, t16(dtype=FP32), rows(60, FP32), epochs=2, **options))
         ends.append(weights(trainer.get_model()))
     assert all(same(ends[0], end) for end in ends[1:])
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from devices import Greedy, GreedyAdamW, allocated, free_up, make, peak_of, room_for
-from recipes import rows, same, t16, weights
+from recipes import fit, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -46,8 +46,7 @@ def run_out(trainer: Any, work: str = "train") -> str:
 
 def straight(kind: str, device: torch.device) -> list[torch.Tensor]:
     """Train a small model, and return its weights on the host."""
-    trainer = make(kind, device, t16(dtype=FP32), rows(60, FP32))
-    trainer.train()
+    trainer = fit(make(kind, device, t16(dtype=FP32), rows(60, FP32)))
     return [parameter.cpu() for parameter in weights(trainer.get_model())]
 
 
@@ -126,8 +125,7 @@ def test_optimizer_state_larger_than_memory_raises(kind: str) -> None:
     assert allocated(device) - before < 48 * MB
     model, data = wide(device)
     with room_for(device, int(2.9 * size_of(model))):
-        trainer = make(kind, device, model, data, loss_fn=F.mse_loss, batch_size=8, optimizer="torch.optim.SGD")
-        trainer.train()
+        trainer = fit(make(kind, device, model, data, loss_fn=F.mse_loss, batch_size=8, optimizer="torch.optim.SGD"))
     assert trainer.progress.step == 4
 
 

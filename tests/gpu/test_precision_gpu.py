@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from devices import Notes, Overflow, make, make_half
-from recipes import StopAt, Trace, distance, rows, same, t16, weights
+from recipes import StopAt, Trace, distance, fit, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -22,11 +22,10 @@ FP32 = torch.float32
 def notes_of(kind: str, device: torch.device, *at: int, **options: Any) -> tuple[Any, Notes]:
     """Train 15 windows of which some overflow, and return the trainer with what was noted of them."""
     notes = Notes()
-    trainer = make_half(
+    trainer = fit(make_half(
         kind, device, t16(dtype=FP32), rows(60, FP32), (1024.0, 1e-4), lr_scheduler="linear",
         algorithms=[Overflow(*at)], callbacks=[notes], **options,
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     return trainer, notes
 
 
@@ -144,11 +143,10 @@ def test_forward_is_in_low_precision_and_state_is_not(device: torch.device, kind
 def test_all_trainers_end_with_the_same_weights(device: torch.device, kind: str, precision: str) -> None:
     ends = []
     for name in ("native", kind):
-        trainer = make(
+        trainer = fit(make(
             name, device, t16(dtype=FP32), rows(60, FP32), autocast=precision, epochs=2, gradient_accumulation_steps=2,
             lr_scheduler="cosine", warmup_steps=2, max_grad_norm=0.5,
-        )  # fmt: skip
-        trainer.train()
+        ))  # fmt: skip
         ends.append(weights(trainer.get_model()))
     assert distance(*ends) == 0.0
 
@@ -162,9 +160,7 @@ class Plain(torch.optim.AdamW):
 
 def test_default_optimizer_is_fused_and_exact(device: torch.device, kind: str) -> None:
     def run(**options: Any) -> Any:
-        trainer = make(kind, device, t16(dtype=FP32), rows(60, FP32), weight_decay=0.01, **options)
-        trainer.train()
-        return trainer
+        return fit(make(kind, device, t16(dtype=FP32), rows(60, FP32), weight_decay=0.01, **options))
 
     fused, plain = run(), run(optimizer=Plain)
     assert [group["fused"] for group in fused.optimizer.param_groups] == [True]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from devices import make
-from recipes import Trace, rows, same, t16, weights
+from recipes import Trace, fit, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -40,8 +40,7 @@ def test_traces_include_device_and_change_nothing(device: torch.device, kind: st
     ends = []
     for name in ("watched", "plain"):
         watched = [Profiler(skip=2, active=2)] if name == "watched" else []
-        trainer = make(kind, device, t16(dtype=FP32), rows(32, FP32), save_dir=tmp_path / name, callbacks=watched)
-        trainer.train()
+        trainer = fit(make(kind, device, t16(dtype=FP32), rows(32, FP32), save_dir=tmp_path / name, callbacks=watched))
         ends.append([parameter.cpu() for parameter in weights(trainer.get_model())])
     assert same(*ends)
     (trace,) = (tmp_path / "watched" / "profile").iterdir()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from marks import thinned
-from recipes import Keyed, KeyedModel, StopAt, callback, distance, rows, t16, weights
+from recipes import Keyed, KeyedModel, StopAt, callback, distance, fit, rows, t16, weights
 from transformers import EarlyStoppingCallback, TrainingArguments
 
 from omnitrain import HFTrainer, HFTrainingArguments, Trainer
@@ -313,8 +313,7 @@ def test_equal_values_on_both_sides_are_accepted(arguments: Any, tmp_path: Path)
 
 
 def test_default_optimizer_resumes_in_the_native_trainer(arguments: Any, tmp_path: Path) -> None:
-    straight = build(arguments(max_steps=5))
-    straight.train()
+    straight = fit(build(arguments(max_steps=5)))
     assert len(straight.optimizer.param_groups) == 1  # theirs has two, which nothing sets apart
     fields = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": False}
     build(arguments(**fields), callbacks=[StopAt(2)]).train()

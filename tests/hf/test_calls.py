@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from recipes import Keyed, KeyedModel, Sentences, Tagger, callback, distance, rows, same, t16, weights
+from recipes import Keyed, KeyedModel, Sentences, Tagger, callback, distance, fit, rows, same, t16, weights
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
@@ -39,9 +39,7 @@ def make(args: Any, kind: Any = HFTrainer, model: Any = KeyedModel, **options: A
 
 
 def trained(*args: Any, **options: Any) -> Any:
-    trainer = make(*args, **options)
-    trainer.train()
-    return trainer
+    return fit(make(*args, **options))
 
 
 # --- names
@@ -359,8 +357,7 @@ def test_train_takes_resume_from_checkpoint(arguments: Any, tmp_path: Path) -> N
     straight = trained(arguments("straight", **options))
     trained(arguments(**{**options, "max_steps": 3}))
     for checkpoint in (True, str(tmp_path / "run" / "checkpoint-2")):
-        trainer = make(arguments(**options))
-        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer = fit(make(arguments(**options)), resume_from_checkpoint=checkpoint)
         assert same(weights(trainer.model), weights(straight.model))
     with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
         make(arguments("empty", **options)).train(resume_from_checkpoint=True)
@@ -475,10 +472,9 @@ def test_compute_loss_gives_the_same_numbers_in_every_split() -> None:
         (OfTokens, {"batch_size": 2, "gradient_accumulation_steps": 4}),
         (Trainer, {"batch_size": 8, "device": "cpu"}),
     ):
-        trainer = kind(
-            Tagger(), train_dataset=Sentences(24), epochs=1, learning_rate=0.05, progress_bar=False, **options
+        trainer = fit(
+            kind(Tagger(), train_dataset=Sentences(24), epochs=1, learning_rate=0.05, progress_bar=False, **options)
         )
-        trainer.train()
         results.append(weights(trainer.model))
     assert distance(*results) < 1e-12
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from marks import thinned
-from recipes import StopAt, callback, distance, weights
+from recipes import StopAt, callback, distance, fit, weights
 from tiny import Tokens, bert, llama
 from transformers import EvalPrediction
 
@@ -202,8 +202,7 @@ def test_half_precision_evaluation_leaves_the_weights_unchanged(arguments: Any) 
     dtypes.clear()
     trainer.train()
     assert dtypes == [torch.float32] * 7
-    expected = HFTrainer(bert().float(), arguments(max_steps=2, per_device_train_batch_size=6), data)
-    expected.train()
+    expected = fit(HFTrainer(bert().float(), arguments(max_steps=2, per_device_train_batch_size=6), data))
     assert distance(weights(model), weights(expected.model)) == 0
 
 

@@ -15,7 +15,7 @@ import torch
 import transformers
 from counting import Streamed
 from marks import thinned
-from recipes import Sentences, StopAt, Tagger, Trace, callback, same, weights
+from recipes import Sentences, StopAt, Tagger, Trace, callback, fit, same, weights
 from tiny import Tokens, bert, llama
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -35,9 +35,7 @@ DEFAULTS = {
 def trained(kind: Any, args: TrainingArguments, model: Any = None, resume: Any = None, **options: Any) -> Any:
     """A trainer of a classifier of 8 samples, after its run."""
     options = {"train_dataset": Tokens(8, "classes"), **options}
-    trainer = kind(bert() if model is None else model, args, **options)
-    trainer.train(**({"resume_from": resume} if resume else {}))
-    return trainer
+    return fit(kind(bert() if model is None else model, args, **options), **({"resume_from": resume} if resume else {}))
 
 
 HONOURED = """

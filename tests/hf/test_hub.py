@@ -13,7 +13,7 @@ import torch
 import transformers
 from huggingface_hub.utils import filter_repo_objects
 from marks import thinned
-from recipes import callback, same, weights
+from recipes import callback, fit, same, weights
 from tiny import bert
 from transformers import BertForSequenceClassification, ByT5Tokenizer, TrainingArguments
 
@@ -125,8 +125,7 @@ def test_every_save_uploads_the_model(hub: Hub, build: Any, tmp_path: Path) -> N
 
 
 def test_end_strategy_uploads_on_save_model_and_push(hub: Hub, build: Any, tmp_path: Path) -> None:
-    trainer = build(hub_strategy="end", max_steps=2)
-    trainer.train()
+    trainer = fit(build(hub_strategy="end", max_steps=2))
     assert not hub.sent
     trainer.save_model(tmp_path / "final")
     assert hub.sent == [("", "Model save")]
@@ -142,8 +141,7 @@ def test_end_strategy_uploads_on_save_model_and_push(hub: Hub, build: Any, tmp_p
 
 
 def test_nothing_is_uploaded_without_push_to_hub(hub: Hub, build: Any, tmp_path: Path) -> None:
-    trainer = build(push_to_hub=False, max_steps=2)
-    trainer.train()
+    trainer = fit(build(push_to_hub=False, max_steps=2))
     trainer.save_model(tmp_path / "final")
     trainer.create_model_card(model_name="a name")
     card = (tmp_path / "run" / "README.md").read_text()
@@ -175,8 +173,7 @@ def test_save_during_an_upload_is_left_out_but_the_last(hub: Hub, build: Any, mo
         real(engine)
 
     monkeypatch.setattr(transformers.Trainer, "_finish_current_push", finish)
-    trainer = build(max_steps=5)
-    trainer.train()
+    trainer = fit(build(max_steps=5))
     assert [message[-6:] for _, message in hub.sent] == ["step 2", "step 5"]
     assert waits == [5, 5]  # for that of step 2 before the last save is sent, and for the last
     assert same(opened(hub.folder), weights(trainer.get_model()))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from recipes import distance, same, weights
+from recipes import distance, fit, same, weights
 from tiny import bert, llama, t5
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import (
@@ -96,11 +96,10 @@ def test_classifier_is_trained_evaluated_reported_and_saved(
     )  # fmt: skip
     if vars(args).get("logging_dir"):  # of older releases
         args.logging_dir = str(tmp_path / "logs")
-    trainer = HFTrainer(
+    trainer = fit(HFTrainer(
         model=classifier(), training_args=args, train_dataset=parts[0], eval_dataset=parts[1],
         processing_class=tokenizer, compute_metrics=accuracy,
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     best = trainer.metrics["best_valid"]
     assert best["eval_accuracy"] == max(row["eval_accuracy"] for row in trainer.metrics["valid"])
     losses = [row["train_loss"] for row in trainer.metrics["train_metrics_history"]]

@@ -11,7 +11,7 @@ import transformers
 from counting import Streamed
 from datasets import Dataset as Table
 from marks import thinned
-from recipes import Noisy, StopAt, distance, rows, same, t16, weights
+from recipes import Noisy, StopAt, distance, fit, rows, same, t16, weights
 from tiny import Tokens, bert, gpt
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
@@ -128,11 +128,10 @@ def test_group_by_length_batches_samples_of_similar_length(arguments: Any, kind:
     assert order_of(trainer) == GroupByLength(data, 6).epoch_order(0, args.seed).tolist()
     trainer.train()
     assert trainer.state.global_step == 5
-    native = Trainer(
+    native = fit(Trainer(
         gpt(), GroupByLength(data, 6), batch_size=6, epochs=1, learning_rate=args.learning_rate, device="cpu",
         lr_scheduler="linear", progress_bar=False,
-    )  # fmt: skip
-    native.train()
+    ))  # fmt: skip
     assert distance(weights(trainer.model), weights(native.model)) < 1e-6
 
 

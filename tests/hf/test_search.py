@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from recipes import Noisy, StopAt, callback, rows, same, t16, weights
+from recipes import Noisy, StopAt, callback, fit, rows, same, t16, weights
 from torch import nn
 from transformers import TrainerCallback
 
@@ -299,8 +299,7 @@ def test_pruned_trial_ends_at_once_and_leaves_nothing_open(arguments: Any, tmp_p
 
 def test_trial_is_evaluated_at_its_end(arguments: Any) -> None:
     best = search(build(arguments(eval_strategy="no")), n_trials=1)
-    expected = build(arguments(eval_strategy="no", **best.hyperparameters))
-    expected.train()
+    expected = fit(build(arguments(eval_strategy="no", **best.hyperparameters)))
     assert expected.evaluate()["eval_loss"] == best.objective
 
 

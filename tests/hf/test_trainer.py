@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from marks import thinned
-from recipes import Keyed, KeyedModel, Noisy, StopAt, Trace, callback, distance, rows, same, t16, weights
+from recipes import Keyed, KeyedModel, Noisy, StopAt, Trace, callback, distance, fit, rows, same, t16, weights
 from safetensors.torch import load_file
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
@@ -47,16 +47,12 @@ def make(model: nn.Module, data: Any = None, args: Any = None, kind: Any = HFTra
 
 def trained(*args: Any, **options: Any) -> Any:
     """A trainer after its run."""
-    trainer = make(*args, **options)
-    trainer.train()
-    return trainer
+    return fit(make(*args, **options))
 
 
 def keyed(args: Any = None, resume_from: Any = None, **options: Any) -> Any:
     """A trainer of rows by name, with 4 of them to evaluate on, after its run."""
-    trainer = make(KeyedModel(), Keyed(), args, **{"eval_dataset": Keyed(4), **options})
-    trainer.train(resume_from=resume_from)
-    return trainer
+    return fit(make(KeyedModel(), Keyed(), args, **{"eval_dataset": Keyed(4), **options}), resume_from=resume_from)
 
 
 def state_of(trainer: Any) -> list[torch.Tensor]:
@@ -118,8 +114,7 @@ def test_history_is_that_of_a_stock_trainer(arguments: Any) -> None:
     """Also the steps, where it sees the same samples."""
     options = {"weight_decay": 0.1, "warmup_steps": 3, "lr_scheduler_type": "cosine", "max_grad_norm": 0.5}
     args = arguments(save_strategy="no", logging_steps=1, **IN_ORDER, **options)
-    stock = transformers.Trainer(KeyedModel(), args, train_dataset=Keyed(), eval_dataset=Keyed(8))
-    stock.train()
+    stock = fit(transformers.Trainer(KeyedModel(), args, train_dataset=Keyed(), eval_dataset=Keyed(8)))
     trainer = keyed(args, eval_dataset=Keyed(8))
     assert distance(weights(stock.model), weights(trainer.model)) <= 1e-7
     assert len(trainer.state.log_history) == len(stock.state.log_history) == 16
@@ -199,9 +194,7 @@ def test_best_checkpoint_goes_by_the_direction_of_its_metric(arguments: Any, tmp
 
 def feed(kind: Any, resume_from: Any = None, **options: Any) -> Any:
     """A trainer of random samples, after its run."""
-    trainer = make(t16(dropout=0.3), Noisy(22), kind=kind, **options)
-    trainer.train(resume_from=resume_from)
-    return trainer
+    return fit(make(t16(dropout=0.3), Noisy(22), kind=kind, **options), resume_from=resume_from)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from counting import Streamed
 from marks import thinned
-from recipes import Keyed, KeyedModel, callback, rows, t16
+from recipes import Keyed, KeyedModel, callback, fit, rows, t16
 
 from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, ProgressBar, Trainer
 
@@ -116,8 +116,7 @@ def test_summary_shows_the_stop_reason_and_how_to_resume(tmp_path: Path, capsys:
 
 
 def test_summary_of_further_runs_of_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = make(epochs=1)
-    trainer.train()
+    trainer = fit(make(epochs=1))
     trainer.train(more=1)
     assert trainer.progress.step == 10
     trainer.train()

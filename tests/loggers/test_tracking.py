@@ -14,7 +14,7 @@ from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker
 from fake_runs import fake_trainer, run_to, start, train
 from marks import TRAINERS, thinned
-from recipes import Keyed, KeyedModel, callback, same, weights
+from recipes import Keyed, KeyedModel, callback, fit, same, weights
 from resuming import Cut, Killed
 
 import omnitrain
@@ -121,8 +121,7 @@ def test_resumed_run_continues_its_run_of_the_service(kind, tmp_path):
     with pytest.raises(Killed):
         make(kind, loggers=[Service()], callbacks=[Reports(), Cut("kill", 9)], **options).train()
     assert steps("train/loss") == [2, 4, 6, 8] and steps("preview") == [4, 8]  # and the checkpoint is of step 5
-    trainer = make(kind, loggers=[Service()], callbacks=[Reports()], **options)
-    trainer.train(resume_from="auto")
+    trainer = fit(make(kind, loggers=[Service()], callbacks=[Reports()], **options), resume_from="auto")
     trainer.test()
     assert list(Service.runs) == ["run-0"]
     assert steps("train/loss") == [2, 4, 6, 8, 10]
@@ -158,8 +157,7 @@ def test_tracker_by_name_gets_the_project_and_options():
 
     logger = Tracking("wandb", project="digits", nested_run=True)
     logger._class = Made
-    trainer = make(loggers=[logger], max_steps=1)
-    trainer.train()
+    trainer = fit(make(loggers=[logger], max_steps=1))
     assert created == [("digits", {"nested_run": True, "config": trainer.resolved_config()})]
 
 
@@ -173,8 +171,7 @@ def test_tracking_leaves_generators_and_accelerate_unchanged():
     states = []
     for loggers in (None, [Service()]):
         random.setstate(before)
-        trainer = make(loggers=loggers, callbacks=[look])
-        trainer.train()
+        trainer = fit(make(loggers=loggers, callbacks=[look]))
         states.append(weights(trainer.model))
     assert generators[0] == generators[1] and not PartialState._shared_state
     assert same(*states)
@@ -217,8 +214,7 @@ def events(folder: Path, name: str, kind: str = "Scalars") -> list[Any]:
 @pytest.mark.parametrize("kind", thinned(TRAINERS, ["native", "hf"]))
 def test_loggers_by_name_and_as_objects_get_the_same_rows(kind, tmp_path):
     loggers = ["tensorboard", "csv", TensorBoardLogger(tmp_path / "slow", every="5ba")]
-    trainer = make(kind, save_dir=tmp_path / "run", loggers=loggers, callbacks=[Reports()])
-    trainer.train()
+    trainer = fit(make(kind, save_dir=tmp_path / "run", loggers=loggers, callbacks=[Reports()]))
     trainer.test()
     board, slow = tmp_path / "run" / "tensorboard", tmp_path / "slow"
     for folder, name, expected in (
@@ -342,8 +338,7 @@ def test_mlflow_run_is_resumed_with_each_step_once(mlflow, tmp_path):
     options = {"save_dir": tmp_path / "run", "loggers": ["mlflow"], "callbacks": [Reports()], "trial_name": "a"}
     with pytest.raises(Killed):
         make(**{**options, "callbacks": [Reports(), Cut("kill", 9)]}).train()
-    trainer = make(**options)
-    trainer.train(resume_from="auto")
+    trainer = fit(make(**options), resume_from="auto")
     trainer.test()
     (run,) = mlflow.search_runs([experiment.experiment_id for experiment in mlflow.search_experiments()])
     assert (run.info.run_name, run.info.status, run.data.params["batch_size"]) == ("a", "FINISHED", "4")

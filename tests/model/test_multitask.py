@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import TRAINERS
-from recipes import Sentences, Tagger, Trace, distance, same, trainer_on_cpu, weights
+from recipes import Sentences, Tagger, Trace, distance, fit, same, trainer_on_cpu, weights
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -224,8 +224,7 @@ MIXINGS = [("native", "uniform"), ("accelerate", "proportional"), ("hf", {"kind"
 @pytest.mark.parametrize(("kind", "mixing"), MIXINGS)
 def test_multitask_is_the_same_in_every_split_and_resume(kind: str, mixing: Any, tmp_path: Path) -> None:
     def trained(resume_from: str | None = None, **options: Any) -> list[torch.Tensor]:
-        trainer = build(TRAINERS[kind], mixed(mixing=mixing), **options)
-        trainer.train(resume_from=resume_from)
+        trainer = fit(build(TRAINERS[kind], mixed(mixing=mixing), **options), resume_from=resume_from)
         return weights(trainer.model)
 
     straight = trained()
@@ -269,8 +268,7 @@ class Sizes(Callback):
 def test_multitask_microbatches_train_alike(trainer_class: Any) -> None:
     ends, record = [], Sizes()
     for options in ({}, {"microbatch_size": 3, "callbacks": [record]}):
-        trainer = build(trainer_class, epochs=2, **options)
-        trainer.train()
+        trainer = fit(build(trainer_class, epochs=2, **options))
         ends.append(weights(trainer.model))
     assert max(record.sizes) == 3 and distance(*ends) <= 1e-12
 
@@ -285,11 +283,10 @@ def test_multitask_takes_workers_tokens_and_model_losses() -> None:
     ends, tokens = [], []
     for batch, workers in [(6, 0), (2, 1)]:
         model = TaskTagger()
-        trainer = trainer_on_cpu(
+        trainer = fit(trainer_on_cpu(
             Trainer, model, MultiTask({"a": Sentences(11), "b": Sentences(7)}), unit=MultiTaskUnit(model),
             batch_size=batch, gradient_accumulation_steps=6 // batch, num_workers=workers, epochs=2, learning_rate=0.01,
-        )  # fmt: skip
-        trainer.train()
+        ))  # fmt: skip
         ends.append(weights(model))
         tokens.append(trainer.progress.tokens)
     assert distance(*ends) <= 1e-12

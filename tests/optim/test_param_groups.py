@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from recipes import StopAt, distance, rows, small_trainer, t16, weights
+from recipes import StopAt, distance, fit, rows, small_trainer, t16, weights
 from tiny import bert
 from torch import nn
 from transformers import TrainingArguments
@@ -26,9 +26,7 @@ def make(kind: Any = Trainer, **options: Any) -> Any:
 
 
 def run(kind: Any = Trainer, resume: str | None = None, allow: Any = (), **options: Any) -> Any:
-    trainer = make(kind, **options)
-    trainer.train(resume_from=resume, allow_change=allow)
-    return trainer
+    return fit(make(kind, **options), resume_from=resume, allow_change=allow)
 
 
 def groups_of(trainer: Any) -> list[tuple[list[str], float, float]]:

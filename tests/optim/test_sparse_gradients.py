@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from embeddings import Bags, bags
-from recipes import Trace, distance, same, small_trainer, weights
+from recipes import Trace, distance, fit, same, small_trainer, weights
 from resuming import Cut
 from torch import nn
 
@@ -36,8 +36,7 @@ def make(model: nn.Module, kind: type[Any] = Trainer, **options: Any) -> Any:
 def trained(sparse: bool, **options: Any) -> tuple[list[torch.Tensor], list[float]]:
     """Return the weights after a run, and the norms of its steps."""
     trace = Trace()
-    trainer = make(Bags(sparse), callbacks=[trace], **options)
-    trainer.train()
+    trainer = fit(make(Bags(sparse), callbacks=[trace], **options))
     return weights(trainer.get_model()), [row["grad_norm"] for row in trace.logs]
 
 
@@ -105,11 +104,9 @@ def test_sparse_gradients_resume_to_the_bit(name: str, tmp_path: Path) -> None:
         options = {"optimizer": name, "save_dir": tmp_path / folder, "save_steps": 1, "callbacks": list(callbacks)}
         return make(Bags(True, has_head=name != "sparseadam"), **options)
 
-    whole = build(Path("whole"))
-    whole.train()
+    whole = fit(build(Path("whole")))
     build(Path("cut"), Cut("stop", 4)).train()
-    resumed = build(Path("cut"))
-    resumed.train(resume_from="auto")
+    resumed = fit(build(Path("cut")), resume_from="auto")
     assert resumed.progress.step == 6 and same(weights(whole.model), weights(resumed.model))
 
 

@@ -18,7 +18,7 @@ import programs
 import pytest
 import torch
 from marks import thinned
-from recipes import Keyed, KeyedModel, rows, t16
+from recipes import Keyed, KeyedModel, fit, rows, t16
 from torch import nn
 from transformers import TrainingArguments
 
@@ -504,9 +504,7 @@ def test_search_rejects_wrong_arguments(options: dict[str, Any], words: str, tmp
 
 def test_search_rejects_trained_trainer(tmp_path: Path) -> None:
     def make_trained(params: dict[str, Any], folder: Path) -> Any:
-        trainer = native(params, folder, epochs=1)
-        trainer.train()
-        return trainer
+        return fit(native(params, folder, epochs=1))
 
     with pytest.raises(ConfigError, match="trial 0 has trained before"):
         search(make_trained, RATES, trials=1, save_dir=tmp_path)

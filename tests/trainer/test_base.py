@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import TRAINERS
-from recipes import StopAt, Tagger, distance, rows, same, t16, trainer_on_cpu, weights
+from recipes import StopAt, Tagger, distance, fit, rows, same, t16, trainer_on_cpu, weights
 from safetensors.torch import load_file
 from tiny import VOCABULARY, Tokens, bert, gpt
 from tokenizers import Tokenizer
@@ -73,8 +73,7 @@ def test_tokenizer_pads_unless_there_is_a_collator(trainer_class: Any) -> None:
     left, right = DataCollatorWithPadding(tokenizer()), DataCollatorWithPadding(tokenizer("right"))
     for options in ({}, {"data_collator": left, "processing_class": None}, {"data_collator": right}):
         model = Watching()
-        trainer = make(trainer_class, model, sentences(), **{"processing_class": tokenizer(), **options})
-        trainer.train()
+        trainer = fit(make(trainer_class, model, sentences(), **{"processing_class": tokenizer(), **options}))
         assert isinstance(trainer.data_collator, DataCollatorWithPadding)
         models.append(model)
         pads_left.append(any((batch[:, 0] == 1).any() for batch in model.inputs))
@@ -87,8 +86,7 @@ def test_tokenizer_pads_unless_there_is_a_collator(trainer_class: Any) -> None:
 def test_tokenizer_is_saved_with_models_and_checkpoints(kind: str, in_background: bool, tmp_path: Path) -> None:
     options = {"save_dir": tmp_path, "save_steps": 1, "save_total_limit": 1, "async_save": in_background}
     options |= {"processing_class": tokenizer(), "eval_dataset": sentences(6)}
-    trainer = make(TRAINERS[kind], bert(), sentences(), **options)
-    trainer.train()
+    trainer = fit(make(TRAINERS[kind], bert(), sentences(), **options))
     assert trainer.save_model(tmp_path / "model") == tmp_path / "model"
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     for folder in (tmp_path / "best", tmp_path / "last", tmp_path / "model"):
@@ -291,12 +289,11 @@ def test_tokens_of_padded_batches_leave_out_padding(trainer_class: Any) -> None:
     results = []
     for size, accumulation, microbatch in ((4, 1, None), (1, 4, None), (4, 1, 1)):
         model = Unmasked()
-        trainer = make(
+        trainer = fit(make(
             trainer_class, model, ragged(), batch_size=size, gradient_accumulation_steps=accumulation,
             learning_rate=0.1, max_steps=None, max_duration=f"{2 * TOTAL}tok", lr_scheduler="linear",
             microbatch_size=microbatch,
-        )  # fmt: skip
-        trainer.train()
+        ))  # fmt: skip
         assert (trainer.progress.step, trainer.progress.tokens) == (6, 2 * TOTAL)
         results.append(weights(model))
     assert distance(results[0], results[1]) <= 1e-12 >= distance(results[0], results[2])
@@ -364,8 +361,7 @@ def test_loss_that_is_part_of_the_model_is_trained_and_saved(trainer_class: Any,
     """That is the remedy in the error; its buffer may change then."""
     model, loss = t16(), Centres(counts=True)
     model[-1].register_module("loss", loss)  # a linear layer does not call it
-    trainer = make(trainer_class, model, rows(8), loss_fn=loss, save_dir=tmp_path)
-    trainer.train()
+    trainer = fit(make(trainer_class, model, rows(8), loss_fn=loss, save_dir=tmp_path))
     assert loss.scale != 1 and loss.calls >= trainer.progress.step > 0
     saved = load_file(tmp_path / "last" / "model.safetensors")
     assert saved["3.loss.scale"] == loss.scale and "3.loss.calls" in saved

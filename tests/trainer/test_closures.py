@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import Holding, Sentences, Tagger, distance, rows, t16, trainer_on_cpu, weights
+from recipes import Holding, Sentences, Tagger, distance, fit, rows, t16, trainer_on_cpu, weights
 from torch import nn
 
 from omnitrain import SAM, Algorithm, ConfigError, HFTrainer, NonFiniteError, Trainer
@@ -45,11 +45,10 @@ def test_closure_loss_is_that_of_its_gradients(kind: str, reduction: Any) -> Non
     """Along the gradient the loss rises by its square, however the window is divided."""
     model: Any = Tagger() if kind == "labels" else t16()
     options: dict[str, Any] = {"unit": Counting(model)} if kind == "targets" else {}
-    trainer = build(
+    trainer = fit(build(
         model, Probe, Sentences(8) if kind == "labels" else rows(8), batch_size=3, gradient_accumulation_steps=3,
         max_steps=1, grad_reduction=reduction, **options,
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     (up, _), (down, _), (_, square) = trainer.optimizer.values  # type: ignore[attr-defined]
     assert (up - down) / 2e-6 == pytest.approx(square, rel=1e-5)
 
@@ -93,8 +92,7 @@ def test_algorithms_change_gradients_in_each_pass() -> None:
     model = t16()
     passes: list[int] = []
     model.register_forward_hook(lambda *_: passes.append(1))
-    trainer = build(model, batch_size=4, gradient_accumulation_steps=2, max_steps=1, algorithms=[Masking()])
-    trainer.train()
+    trainer = fit(build(model, batch_size=4, gradient_accumulation_steps=2, max_steps=1, algorithms=[Masking()]))
     (state,) = trainer.optimizer.state.values()
     assert len(passes) == 2 * state["func_evals"]  # of two micro-batches, and no pass that nobody requests
     assert torch.equal(model[0].weight[:8], t16()[0].weight[:8])  # type: ignore[index]
@@ -118,10 +116,9 @@ def test_each_pass_gets_an_unchanged_batch(trainer_class: Any, kind: str) -> Non
     ends = []
     for copies in (True, False):
         options: dict[str, Any] = {"algorithms": [SAM()]} if kind == "SAM" else {"optimizer": torch.optim.LBFGS}
-        trainer = trainer_on_cpu(
+        trainer = fit(trainer_on_cpu(
             trainer_class, InPlace(copies), rows(8), loss_fn=F.mse_loss, max_steps=2, learning_rate=0.1,
             max_grad_norm=None, batch_size=4, **options,
-        )  # fmt: skip
-        trainer.train()
+        ))  # fmt: skip
         ends.append(weights(trainer.model))
     assert distance(*ends) == 0

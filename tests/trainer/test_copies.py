@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
-from recipes import rows, same, t16, weights
+from recipes import fit, rows, same, t16, weights
 
 from omnitrain import AccelerateTrainer, Callback, ConfigError, HFTrainer, Trainer
 
@@ -88,6 +88,5 @@ def test_trainer_is_not_copied_in_a_run(trainer_class: Any) -> None:
 
 def test_copy_of_model_init_has_the_trained_weights() -> None:
     options = {"loss_fn": F.mse_loss, "max_steps": 2, "learning_rate": 0.1, "progress_bar": False}
-    trainer = HFTrainer(model_init=lambda: t16(), train_dataset=rows(8), **options)
-    trainer.train()
+    trainer = fit(HFTrainer(model_init=lambda: t16(), train_dataset=rows(8), **options))
     assert same(weights(trainer.model), weights(copy.deepcopy(trainer).model))

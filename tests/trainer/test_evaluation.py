@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from counting import Streamed
 from marks import TRAINERS
-from recipes import CountsPasses, Sentences, Tagger, Trace, rows, same, t16, trainer_on_cpu
+from recipes import CountsPasses, Sentences, Tagger, Trace, fit, rows, same, t16, trainer_on_cpu
 from tiny import Tokens, gpt
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -47,9 +47,7 @@ def build(trainer_class: Any, model: nn.Module, data: Any, valid: Any, **options
 
 
 def train(*args: Any, **options: Any) -> Any:
-    trainer = build(*args, **options)
-    trainer.train()
-    return trainer
+    return fit(build(*args, **options))
 
 
 def evaluator(model: nn.Module, **options: Any) -> Trainer:

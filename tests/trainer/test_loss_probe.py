@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import TRAINERS
-from recipes import StopAt, distance, rows, t16, trainer_on_cpu, weights
+from recipes import StopAt, distance, fit, rows, t16, trainer_on_cpu, weights
 from tiny import VOCABULARY, Tokens, bert, gpt
 from torch import nn
 from transformers import (
@@ -100,8 +100,7 @@ def split_distance(build: Callable[..., Any], trainer_class: Any = Trainer, **op
     """How far the weights are apart after one step of 8 samples and after one of 4 micro-batches."""
     ends = []
     for batch, accumulation in SPLITS:
-        trainer = make(trainer_class, build(), batch, accumulation, **options)
-        trainer.train()
+        trainer = fit(make(trainer_class, build(), batch, accumulation, **options))
         ends.append(weights(trainer.model))
     return distance(*ends)
 
@@ -322,8 +321,7 @@ def test_ignored_label_is_that_of_the_loss() -> None:
 def test_resumed_run_keeps_what_the_loss_is(tmp_path: Path) -> None:
     """The first batch after a resume may show nothing: here it has labels of one class only."""
     options: dict[str, Any] = {"shuffle": False, "max_steps": 2, "data": Tokens(16)}
-    straight = make(Trainer, Own(), 2, 4, **options)
-    straight.train()
+    straight = fit(make(Trainer, Own(), 2, 4, **options))
     options |= {"save_dir": tmp_path, "save_steps": 1}
     make(Trainer, Own(), 2, 4, callbacks=[StopAt(1)], **options).train()
     resumed = make(Trainer, Own(), 2, 4, **options)

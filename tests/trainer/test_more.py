@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import Pages, StopAt, Trace, rows, same, t16, weights
+from recipes import Pages, StopAt, Trace, fit, rows, same, t16, weights
 
 from omnitrain import EMA, Callback, CheckpointError, ConfigError, HookCallback, Trainer
 
@@ -49,8 +49,7 @@ def test_more_continues_from_the_last_weights_not_the_best(folder: Path | None) 
     assert trainer.train()["best_step"] == 1
     best = weights(trainer.model)
     metrics = trainer.train(more="3ba")
-    whole = made(max_steps=7, load_best_at_end=False, **falling())
-    whole.train()
+    whole = fit(made(max_steps=7, load_best_at_end=False, **falling()))
     assert metrics["best_step"] == 1 and same(weights(trainer.model), best)  # of the first part
     trainer.train(more="1ba")
     whole.train(more="1ba")
@@ -78,8 +77,7 @@ def test_more_keeps_no_part_of_the_earlier_run_in_memory(tmp_path: Path) -> None
         assert not [reference for reference in references if reference() is not None]
         references[:] = [weakref.ref(trainer.optimizer), weakref.ref(trainer.lifecycle)]
 
-    trainer = made(tmp_path, max_steps=2, callbacks=[HookCallback({"on_train_start": look})])
-    trainer.train()
+    trainer = fit(made(tmp_path, max_steps=2, callbacks=[HookCallback({"on_train_start": look})]))
     trainer.train(more="1ba")
     trainer.train(resume_from="last", more=None)
 
@@ -138,18 +136,15 @@ def test_more_continues_in_mid_epoch(folder: Path | None, ends_by_signal: bool) 
 def test_more_warns_of_a_jump_of_the_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A learning rate that is set by hand stays."""
     trace = Trace()
-    trainer = made(tmp_path, max_steps=4, lr_scheduler="cosine", callbacks=[trace])
-    trainer.train()
+    trainer = fit(made(tmp_path, max_steps=4, lr_scheduler="cosine", callbacks=[trace]))
     with caplog.at_level(logging.WARNING, "omnitrain"):
         trainer.train(more="4ba")
     message = "rate at step 4 goes from 0 to 0.025, since the schedule spans 8 steps now (before: 4 steps)."
     assert message in caplog.text
-    after = made(max_steps=8, lr_scheduler="cosine")
-    after.train(resume_from=tmp_path / "checkpoint-4")
+    after = fit(made(max_steps=8, lr_scheduler="cosine"), resume_from=tmp_path / "checkpoint-4")
     assert same(weights(trainer.model), weights(after.model))
     assert trace.learning_rates[4] == pytest.approx(0.05 * (1 + math.cos(math.pi * 5 / 8)) / 2)
-    constant = made(max_steps=2)
-    constant.train()
+    constant = fit(made(max_steps=2))
     constant.optimizer.param_groups[0]["lr"] = 0.5
     constant.train(more="1ba")
     assert constant.optimizer.param_groups[0]["lr"] == 0.5
@@ -170,8 +165,7 @@ def test_more_keeps_callback_state_and_test_rows(tmp_path: Path) -> None:
             self.evaluations = state["evaluations"]
 
     counting, sets = Counting(), {"eval_dataset": rows(8), "test_dataset": rows(4)}
-    trainer = made(tmp_path, max_steps=5, eval_steps=3, callbacks=[counting], **sets)
-    trainer.train()
+    trainer = fit(made(tmp_path, max_steps=5, eval_steps=3, callbacks=[counting], **sets))
     trainer.test()
     metrics = trainer.train(more="1ba")
     assert counting.evaluations == 2  # those of steps 3 and 6: that of step 5 closed a run which is now longer
@@ -185,8 +179,7 @@ def test_more_continues_streams(tmp_path: Path) -> None:
         trainer.train(more=f"{8 - trainer.progress.step}ba")
         whole.train()
         assert same(weights(trainer.model), weights(whole.model))
-    lost = made(max_steps=4, train_dataset=Pages(12))
-    lost.train()
+    lost = fit(made(max_steps=4, train_dataset=Pages(12)))
     with pytest.raises(ConfigError, match="inside an epoch needs a `save_dir`"):
         lost.train(more="1ba")
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import Sentences, Tagger, Trace, distance, rows, same, t16, weights
+from recipes import Sentences, Tagger, Trace, distance, fit, rows, same, t16, weights
 from safetensors.torch import load_file
 from torch import nn
 
@@ -88,8 +88,7 @@ def test_nan_raises_with_step_and_sample_before_the_update(tmp_path: Path, caplo
     report = json.loads((tmp_path / "nonfinite.json").read_text())
     assert (report["sample_indices"], report["step"]) == ([5], trainer.progress.step + 1)
     assert f"step {report['step']} " in str(caught.value)
-    trainer = make(t16(), data, batch_size=20, epochs=1, on_nonfinite="warn")
-    trainer.train()
+    trainer = fit(make(t16(), data, batch_size=20, epochs=1, on_nonfinite="warn"))
     assert "not finite at step 1" in caplog.text
     assert not all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
 
@@ -212,8 +211,7 @@ def test_custom_loop_steps_the_schedule_by_step_or_epoch() -> None:
                 handle.remove()
 
     for kind, options in ((Stepping, {}), (Custom, {"scheduler_interval": "epoch"})):
-        trainer = kind(t16(), rows(20), **OPTIONS, epochs=2, lr_scheduler="cosine", **options)
-        trainer.train()
+        trainer = fit(kind(t16(), rows(20), **OPTIONS, epochs=2, lr_scheduler="cosine", **options))
         assert trainer.lr_scheduler.last_epoch > 0
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import TRAINERS
-from recipes import Keyed, KeyedModel, ScheduleFree, StopAt
+from recipes import Keyed, KeyedModel, ScheduleFree, StopAt, fit
 from safetensors.torch import load_file
 from torch import nn
 
@@ -65,11 +65,9 @@ def test_optimizer_modes_follow_evaluations_saves_and_a_resume(kind: str, tmp_pa
 
     These are the same to the bit with more evaluations, and with a resume.
     """
-    straight = build(kind, eval_dataset=None, load_best_at_end=None)
-    straight.train()
+    straight = fit(build(kind, eval_dataset=None, load_best_at_end=None))
     build(kind, tmp_path, eval_steps=1, save_steps=3, callbacks=[StopAt(3)]).train()
-    trainer = build(kind, tmp_path, eval_steps=1, save_steps=3)
-    trainer.train(resume_from="auto")
+    trainer = fit(build(kind, tmp_path, eval_steps=1, save_steps=3), resume_from="auto")
     for row in trainer.metrics["valid"]:
         expected, loss = reference(row["step"])
         assert row["eval_loss"] == pytest.approx(loss, rel=1e-10)
@@ -82,10 +80,8 @@ def test_optimizer_modes_follow_evaluations_saves_and_a_resume(kind: str, tmp_pa
 
 
 def test_optimizer_modes_survive_the_best_and_a_longer_run(kind: str) -> None:
-    straight = build(kind, epochs=3)
-    straight.train()
-    longer = build(kind, load_best_at_end=True)
-    longer.train()
+    straight = fit(build(kind, epochs=3))
+    longer = fit(build(kind, load_best_at_end=True))
     best = min(row["eval_loss"] for row in longer.metrics["valid"])
     assert longer.evaluate()["eval_loss"] == best
     assert not any(group["train_mode"] for group in longer.optimizer.param_groups)

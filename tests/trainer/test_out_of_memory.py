@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from devices import KINDS, make
-from recipes import Holding, StopAt, distance, rows, same, t16, trainer_on_cpu, weights
+from recipes import Holding, StopAt, distance, fit, rows, same, t16, trainer_on_cpu, weights
 from starving import Starving, no_room
 from torch import nn
 from torch.utils.data import DataLoader
@@ -120,9 +120,7 @@ def trained(model: nn.Module, data: Any = None, resume_from: str | None = None, 
     if "unit" in options:
         del defaults["loss_fn"]
     data = rows(20) if data is None and "train_loader" not in options else data
-    trainer = trainer_on_cpu(Trainer, model, data, **{**defaults, **options})
-    trainer.train(resume_from)
-    return trainer
+    return fit(trainer_on_cpu(Trainer, model, data, **{**defaults, **options}), resume_from)
 
 
 def tensors(trainer: Any) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from marks import TRAINERS
-from recipes import rows, t16
+from recipes import fit, rows, t16
 from torch.nn import functional as F
 
 from omnitrain import Callback, Event
@@ -52,8 +52,7 @@ def make(name: str, folder: Path, *callbacks: Callback) -> Any:
 def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str], Any]:
     """A trainer, the events of its run, and the run left alone."""
     record = SignalAtEvent()
-    trainer = make(request.param, tmp_path_factory.mktemp("straight"), record)
-    trainer.train()
+    trainer = fit(make(request.param, tmp_path_factory.mktemp("straight"), record))
     return request.param, record.names, trainer
 
 
