@@ -1,7 +1,5 @@
 """Small models with adapters of PEFT, and runs of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What holds for every test: no network, one thread, the same random numbers each time, and no leftovers."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

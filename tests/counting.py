@@ -1,7 +1,5 @@
 """Collators that make other rows than samples, and data in every form that a trainer takes them from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

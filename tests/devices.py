@@ -1,7 +1,5 @@
 """Trainers of every kind on a device, for tests that run on a GPU, and on the CPU where there is none."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """File systems that fail at one of their operations."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path

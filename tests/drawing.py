@@ -1,7 +1,5 @@
 """Draws from the three global generators, and the states of these."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """torchao's conversion to fp8 without torchao and without a GPU: the same products, computed in fp32."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import ModuleType

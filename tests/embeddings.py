@@ -1,7 +1,5 @@
 """A model with an embedding that can have sparse gradients, and bags of indices for it."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset

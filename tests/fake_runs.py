@@ -1,7 +1,5 @@
 """Runs of a logger without a trainer: the events of steps and evaluations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints that nobody has saved: one is changed, and hashed again so that nothing but its sense is wrong."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The trainers, and which cases of an exhaustive test belong in `make test`, and which in `make test-all` alone."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a page or a notebook says that its code prints, compared with what it prints."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Programs that tests start, and how they end: with all the processes that they have started."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

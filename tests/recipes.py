@@ -1,7 +1,5 @@
 """Small models, datasets and hand-written loops that several test files share."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Container, Iterable

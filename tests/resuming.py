@@ -1,7 +1,5 @@
 """Interrupted and resumed runs, and the comparison of their outcomes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """A model for which memory runs out, where and when a test says so."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

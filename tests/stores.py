@@ -1,7 +1,5 @@
 """Remote stores for tests: in memory, in a folder that outlives a process, and S3's protocol on the loopback."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

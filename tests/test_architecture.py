@@ -4,8 +4,6 @@ Guards of size count the functions and files that a step, an evaluation, a save 
 of a function, of a class or of a file makes anybody cut one subject in two.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import collections

@@ -1,7 +1,5 @@
 """The names of other trainers' arguments: errors for unknown arguments, and the page that lists them."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Every wrong input is an error before the first step that names the value and the remedy; nothing is written."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

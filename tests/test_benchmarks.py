@@ -1,7 +1,5 @@
 """The benchmarks run: tiny sizes, no look at any time. The probes of other trainers are judged right on ours."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

@@ -7,8 +7,6 @@ What an example prints stands right under it, in a fence of its own that begins 
 prints while it trains are left out.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -7,8 +7,6 @@ Words, counts and numbers are compared; of images, that they are there. What a r
 not compared. Warnings (stderr) are not kept: they are about the machine.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """The crown: one table of promises over all trainers. A feature is in when its row is."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -740,7 +738,7 @@ class Graph:
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
         self.x, self.y = x, y
 
-    def to(self, device: Any) -> Graph:
+    def to(self, device: Any) -> Any:
         return type(self)(self.x.to(device), self.y.to(device))
 
 

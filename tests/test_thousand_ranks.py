@@ -1,7 +1,5 @@
 """One rank in a run of many, in a simulation: nothing of what it does grows with the ranks but what is named."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Watching changes no bit of a run, on each trainer. Two ranks: distributed/test_events.py."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

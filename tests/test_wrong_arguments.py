@@ -1,7 +1,5 @@
 """Whatever is passed for an argument: it works, or an error of ours names the argument; nothing is written."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import traceback

@@ -1,7 +1,5 @@
 """Small models of transformers, and token sequences for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

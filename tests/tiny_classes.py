@@ -1,7 +1,5 @@
 """Tiny models of the classes of transformers that return a loss, made from their default configurations."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

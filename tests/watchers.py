@@ -1,7 +1,5 @@
 """One of each watcher, for runs that are compared with an unwatched one: a new watcher gets a line here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

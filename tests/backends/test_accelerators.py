@@ -1,7 +1,5 @@
 """The accelerators of trainers that follow each other in one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Comparisons of collectives over many ranks."""
 
-from __future__ import annotations
-
 import zlib
 
 import numpy as np

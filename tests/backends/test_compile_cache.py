@@ -1,7 +1,5 @@
 """The folder that DeepSpeed compiles into: omnitrain's own, with a lock that ends with its process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """What is told of DeepSpeed before it begins, and what it and accelerate say besides our arguments."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Weights on the meta device that no rank and no file has, initialized by the modules' own methods."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

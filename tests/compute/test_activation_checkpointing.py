@@ -1,7 +1,5 @@
 """Activation checkpointing: bit-identical results on every trainer, for any model."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """Precision: autocast, loss scaler, fp8 and errors."""
 
-from __future__ import annotations
-
 import re
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Seeds and snapshots of the three global generators."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Durations: how they are read, when they are due, and when a run ends."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Names of other trainers: what is not there says what it is called here, and real errors stay as they are."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The history of a run: both spellings, plain values, JSON, the table, the plot; and exact means."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

@@ -1,7 +1,5 @@
 """The direction of a metric, and what counts as best and as a gain."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

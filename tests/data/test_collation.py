@@ -1,7 +1,5 @@
 """Collation, counting of samples, and copies to a device."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses

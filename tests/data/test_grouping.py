@@ -1,7 +1,5 @@
 """Grouping by length: order, padding and errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loaders of map-style datasets, streams and custom loaders, with and without workers."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os
@@ -281,7 +279,7 @@ class Shuffled(Numbers):
 class Itself(IterableDataset[torch.Tensor]):
     """A stream that is its own iterator, and starts again."""
 
-    def __iter__(self) -> Itself:
+    def __iter__(self) -> Any:
         self.rest = 3
         return self
 

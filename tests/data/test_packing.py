@@ -1,7 +1,5 @@
 """Packed rows, and training on them."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The order of samples, their split over ranks, and fetching."""
 
-from __future__ import annotations
-
 import functools
 import random
 import tracemalloc

@@ -1,7 +1,5 @@
 """Streams of shards: split over ranks and workers, order and resume."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any

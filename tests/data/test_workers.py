@@ -1,7 +1,5 @@
 """Worker processes and signals, with real processes."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import multiprocessing

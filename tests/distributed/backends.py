@@ -5,8 +5,6 @@ returns there (plain values, and tensors under "tensors") comes back as one dict
 longer than most jobs, so they go together.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

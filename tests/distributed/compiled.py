@@ -1,7 +1,5 @@
 """DeepSpeed's communication operator, compiled once and loaded before others are forked."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """What holds for the tests that start several processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A short training for the tests of launchers, which reports where it ran. Also as a module: `-m launched`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Adapters of PEFT on several processes: saved in PEFT's format without the base, resumed on any backend."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Events, exchanges and loggers on two ranks, callbacks that fail on one of them, and watchers, which change no bit."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import dataclasses

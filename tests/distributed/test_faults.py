@@ -1,7 +1,5 @@
 """Faults of one process: all end by themselves, and each one reports which one failed and how."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Random triples of options on two processes: they resume, also on one process, and have its numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """HFTrainer on two processes, with transformers' arguments and models: the numbers of one process."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Each takes the steps of one process, and resumes there or on another backend.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

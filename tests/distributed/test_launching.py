@@ -1,7 +1,5 @@
 """Launchers: their environments, exit codes and signals; runs restart after killed processes and lost machines."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Memory on two processes: micro-batches that fit, and what saves, starts and evaluations hold at most."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Meshes: hybrid sharding and tensor parallelism match one process, and their checkpoints resume anywhere."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

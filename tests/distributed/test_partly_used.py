@@ -1,7 +1,5 @@
 """Parameters and layers that only some ranks use in a step: the numbers of one process, or an error before it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Precisions on two processes: what trains or is rejected, fp16 loss scales, dtypes of gradient reductions, fp8."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

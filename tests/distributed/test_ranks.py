@@ -1,7 +1,5 @@
 """Exchanges between ranks, exchanges that only some of them make, and differences that all of them report."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import datetime

@@ -1,7 +1,5 @@
 """Two processes and a remote store: resumes on other machines, and errors that wait for no upload."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

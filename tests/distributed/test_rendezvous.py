@@ -3,8 +3,6 @@
 The run then ends on the others.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import signal

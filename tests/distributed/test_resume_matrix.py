@@ -1,7 +1,5 @@
 """Train anywhere, resume anywhere: backends resume the checkpoints of others, in the middle of an epoch, and parts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Evaluation matches one process: for any number of samples, any batches, any metric, on every rank; errors too."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every backend takes the native trainer's steps: losses, norms, weights; also if it recomputes or compiles."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import tempfile

@@ -1,7 +1,5 @@
 """Checkpoints that every process writes and hashes a part of: kills, full disks, locked folders, damaged files."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import itertools

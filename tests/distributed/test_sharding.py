@@ -3,8 +3,6 @@
 The numbers of plain models are in `test_same_numbers.py`, all ways of resuming in `test_resume_matrix.py`.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import weakref

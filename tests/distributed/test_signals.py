@@ -1,7 +1,5 @@
 """Signals to any rank end the run on all of them after a save; a killed rank ends the others too."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Stalled processes: the others report where they are, and the run ends on all of them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Weights at the start of a run: all ranks have one model, wherever its weights were read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

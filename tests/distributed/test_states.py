@@ -1,7 +1,5 @@
 """States on two ranks, over a resume: buffers, which are those of the main one, states of each, positions in data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A search on two processes: one chooses parameters, and both run the same trials."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

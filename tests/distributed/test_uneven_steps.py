@@ -1,7 +1,5 @@
 """Steps of 7 samples on one, two and three ranks with micro-batches of 2: the same numbers, also over resumes."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Updates on two processes: optimizers by name, sparse gradients, unused parameters; or errors before them."""
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The user's module on ranks: its modes in training, and the best weights at the end."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Detection of stalled ranks from heartbeats."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Fuzzed runs: drawn from a seed, run straight, interrupted, without each option and in another split."""
 
-from __future__ import annotations
-
 import datetime
 import math
 import os

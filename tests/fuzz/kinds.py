@@ -1,7 +1,5 @@
 """Kinds of models and data that fuzzed runs train; each is the text of its arguments, for readable failures."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table of arguments that fuzzed runs draw from: where each is valid, and what it does to the numbers."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

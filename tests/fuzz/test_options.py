@@ -1,7 +1,5 @@
 """Random triples of options, interrupted, left out and split otherwise: the numbers are what the table says."""
 
-from __future__ import annotations
-
 import pytest
 from fuzz.cases import check, daily_seeds, draw
 

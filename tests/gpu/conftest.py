@@ -4,8 +4,6 @@ So a name that has changed is noticed without a GPU, by the native trainer in `m
 `make test-all`. What is tested is what the GPU does.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

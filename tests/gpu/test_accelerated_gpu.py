@@ -1,7 +1,5 @@
 """AccelerateTrainer on two GPUs, by `omnitrain launch`: NCCL, the fp16 scaler, and memory."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Checkpoints of runs on a GPU: resumed there to the bit, by every trainer, and moved to the CPU and back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models that `torch.compile` has compiled: the same numbers, names without `_orig_mod.`, and runs that go on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

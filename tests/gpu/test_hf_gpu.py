@@ -1,7 +1,5 @@
 """HFTrainer under transformers' own arguments: precision, and micro-batches that shrink where memory really ends."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A loop that does not wait for the GPU, and batches that are copied ahead and arrive as they were."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

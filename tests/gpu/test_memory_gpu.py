@@ -1,7 +1,5 @@
 """Memory that runs out, in each part of a step, and is given back; and how much evaluations and checkpoints take."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 from typing import Any

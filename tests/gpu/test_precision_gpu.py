@@ -1,7 +1,5 @@
 """fp16 with real overflows, bf16, fused optimizers, and a NaN that is heard of late: all three trainers alike."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

@@ -6,8 +6,6 @@ This file is also the script that is launched. Without a GPU it runs on two proc
     PYTHONPATH=.:tests omnitrain launch -n 2 --cpu --fsdp tests/gpu/test_sharding_gpu.py FOLDER fsdp2
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

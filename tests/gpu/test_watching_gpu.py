@@ -1,7 +1,5 @@
 """Peaks of memory, traces of kernels and snapshots on a GPU; on a CPU, that nothing of it fails there."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

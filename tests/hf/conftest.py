@@ -1,7 +1,5 @@
 """Training arguments for the tests of HFTrainer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType

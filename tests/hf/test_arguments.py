@@ -1,7 +1,5 @@
 """TrainingArguments: names that transformers has dropped, the argument for each field, and contradictions."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """`auto_find_batch_size`: micro-batches shrink when memory runs out, and the numbers stay the same."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

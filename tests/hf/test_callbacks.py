@@ -1,7 +1,5 @@
 """The events, arguments and states that callbacks of transformers get, compared with those of a stock Trainer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The methods of transformers.Trainer, and what subclasses override of them, compared with the stock Trainer."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

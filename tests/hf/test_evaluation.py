@@ -1,7 +1,5 @@
 """Arguments of evaluations: what metrics get, half precision, and when the first evaluation is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every field of TrainingArguments is honoured or rejected. Those that need little are tested here."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Evaluations whose predictions the model generates, compared with `Seq2SeqTrainer`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Uploads to the Hub, which is a folder here."""
 
-from __future__ import annotations
-
 import shutil
 from concurrent.futures import Future
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`label_smoothing_factor`: the formula, and the weights of micro-batches."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

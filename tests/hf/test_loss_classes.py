@@ -1,7 +1,5 @@
 """The losses of the classes of transformers: the same step in every split, or rejected, as the documentation says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Real models, tokenizers, collators, datasets and reports."""
 
-from __future__ import annotations
-
 import inspect
 import random
 import sysconfig

@@ -1,7 +1,5 @@
 """The samples of an epoch and their order, by TrainingArguments."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Losses are compared where the order of samples has no effect: with the full set in each step.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """`model_init`, which makes a new model for each run, and searches for hyperparameters."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import signal

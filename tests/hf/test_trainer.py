@@ -1,7 +1,5 @@
 """HFTrainer's loop. What all trainers share is in test_parity.py, real models are in test_real.py."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

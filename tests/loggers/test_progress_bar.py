@@ -1,7 +1,5 @@
 """The progress bar: plain lines, and a bar on a terminal."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty

@@ -1,7 +1,5 @@
 """Files of rows: JSON lines and CSV, over kills, resumes and failing disks."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import json

@@ -1,7 +1,5 @@
 """Console output of full runs: on every trainer, in a pipe, after signals."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import signal

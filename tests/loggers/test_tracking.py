@@ -1,7 +1,5 @@
 """Loggers by name and trackers of accelerate."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Rows in Weights & Biases, by the real library offline, and by a fake."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

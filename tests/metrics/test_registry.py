@@ -1,7 +1,5 @@
 """Named metrics against scikit-learn, for every split into batches and processes."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

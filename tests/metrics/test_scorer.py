@@ -1,7 +1,5 @@
 """The types, calls and results of `compute_metrics`."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import pickle

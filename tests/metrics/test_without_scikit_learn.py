@@ -1,7 +1,5 @@
 """Runs and metrics without scikit-learn, which is an extra."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Losses: PyTorch's numbers, a mean that no split changes, and no more memory than a chunk needs."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

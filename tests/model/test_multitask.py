@@ -1,7 +1,5 @@
 """Training on several tasks at once: the mix, the loss, resumes, and every trainer."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is computed on one batch: every shape of model, loss and unit that is promised to work."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Optimizers and schedules from what a user may pass: instances, names, paths, classes and callables."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

@@ -1,7 +1,5 @@
 """optimizer="muon": matrices by Muon and the rest by AdamW, in one optimizer; and optimizers of other packages."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import sys

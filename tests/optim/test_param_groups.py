@@ -1,7 +1,5 @@
 """`param_groups`, `freeze` and layer-wise decay: which parameters train, and with what options."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

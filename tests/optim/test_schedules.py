@@ -1,7 +1,5 @@
 """Schedules as functions of progress: their values, what they are written in, and the runs that they span."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

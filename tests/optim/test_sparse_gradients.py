@@ -1,7 +1,5 @@
 """Sparse gradients train as dense ones, or raise before the first step; on two processes: test_kinds_of_training.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

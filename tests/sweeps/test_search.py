@@ -1,7 +1,5 @@
 """Searches for hyperparameters: their trials, their files, and how they resume after a kill."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import json

@@ -1,7 +1,5 @@
 """Habits that users of transformers bring along, on every trainer: tokenizers, columns, logits before metrics."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

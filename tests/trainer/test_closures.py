@@ -1,7 +1,5 @@
 """Optimizers with a closure."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compiled models: ahead of a run, in a run, and with algorithms."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Trainers that are pickled, copied, or sent to another process."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

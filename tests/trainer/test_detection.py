@@ -1,7 +1,5 @@
 """Models like torchvision's detectors: lists of images and targets, losses in training, objects in evaluation."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Evaluation sets with their own metrics, weight, interval, subset and unit."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Evaluation and prediction: exact, bounded in memory, and without effect on training."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
@@ -315,7 +313,7 @@ class Graph:
 
     x, y = torch.ones(3, 4), torch.zeros(3, dtype=torch.long)
 
-    def to(self, *args: Any, **kwargs: Any) -> Graph:
+    def to(self, *args: Any, **kwargs: Any) -> Any:
         return self
 
 

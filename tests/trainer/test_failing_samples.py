@@ -1,7 +1,5 @@
 """Errors report the samples, batches and callbacks that raised them."""
 
-from __future__ import annotations
-
 import re
 import traceback
 from typing import Any

@@ -1,7 +1,5 @@
 """Methods that subclasses of trainers may and may not override."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

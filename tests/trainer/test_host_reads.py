@@ -4,8 +4,6 @@ On a CPU every read is the operation `_local_scalar_dense`, of `item()`, `float(
 of PyTorch's dispatcher sees on any machine what would wait on a GPU.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections import Counter
 from typing import Any

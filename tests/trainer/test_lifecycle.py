@@ -1,7 +1,5 @@
 """Lifecycle: the order of callbacks, their errors and state, and the counts of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What a loss is a mean over, and which labels scores are compared with: as the loss itself shows."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Meters: weighted means of named values."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

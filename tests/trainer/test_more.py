@@ -1,7 +1,5 @@
 """`train(more=...)`: the run that has ended goes on, as if it had been longer from the start."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """What only one device and its loss scaler can show; what all trainers share is in test_parity.py."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json

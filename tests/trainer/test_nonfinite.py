@@ -1,7 +1,5 @@
 """Detection of losses and gradients that are not finite, at once and deferred."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """Optimizers with `train()` and `eval()`, which change the weights for evaluations, as schedule-free ones do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Out-of-memory errors: their reports, and `microbatch_size`, a number or "auto", which halves micro-batches."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path

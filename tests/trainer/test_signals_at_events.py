@@ -1,7 +1,5 @@
 """A signal at any event of a run, the last ones included, ends it with the signal's exit code, and it is resumed."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
