@@ -40,6 +40,7 @@ from recipes import (
 from starving import Starving
 from tiny import Short, Tokens, bert, gpt, t5
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from transformers import DataCollatorWithFlattening
 
@@ -578,6 +579,14 @@ STEPS: dict[str, Setup] = {
         lr_scheduler=MultiStepScheduler(["0.3dur", "6ba"], 0.5, warmup="30tok") * WSDScheduler("0.4dur"),
     ),
 }  # fmt: skip
+PACES: dict[str, Setup] = {
+    "plateau": setup(t16, rows, lr_scheduler=lambda optimizer: ReduceLROnPlateau(optimizer, patience=0)),
+    "epochs in bf16": UNCLIPPED(
+        partial(t16, dtype=torch.float32), partial(rows, dtype=torch.float32), autocast="bf16", grad_reduction="sum",
+        lr_scheduler="cosine", scheduler_interval="epoch", optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    ),
+}  # fmt: skip
+"""Schedules by evaluations and by epochs."""
 PAIRS = {
     "bins": SOURCES,
     "filtered": ("data", "stream", "loader", "resumable loader"),
@@ -589,7 +598,7 @@ OTHER_ROWS: dict[str, Setup] = {
     for collator, sources in PAIRS.items()
     for source in sources
 }
-SETUPS = MODELS | ALGORITHMS | LOSSES | DATA | STEPS | OTHER_ROWS
+SETUPS = MODELS | ALGORITHMS | LOSSES | DATA | STEPS | PACES | OTHER_ROWS
 
 
 class Outcome(NamedTuple):
@@ -625,8 +634,8 @@ WITH_WORKERS = [name for name in SETUPS if "worker" in name]
 
 
 @table(
-    "name", [*SETUPS], ["t5", "by length", "schedule in time"], WITH_WORKERS, accelerate=["packed"], native=["plain"],
-    rest=["in turn"],
+    "name", [*SETUPS], ["t5", "by length", "schedule in time", *PACES], WITH_WORKERS, accelerate=["packed"],
+    native=["plain"], rest=["in turn"],
 )  # fmt: skip
 def test_setup_ends_with_the_native_bits(trainer_class: Any, name: str) -> None:
     outcome, expected = train(trainer_class, name), straight(Trainer, name)
@@ -654,8 +663,8 @@ def test_setup_gives_the_same_numbers_in_every_split(trainer_class: Any, name: s
 
 
 @table(
-    "name", [*SETUPS], ["ema", "rows", "lbfgs", "growing", "shards", "bins of resumable loader", "views of stream"],
-    WITH_WORKERS, accelerate=[], rest=["native"],
+    "name", [*SETUPS], ["ema", "rows", "lbfgs", "growing", "shards", "whole steps", "bins of resumable loader",
+    "views of stream"], WITH_WORKERS, accelerate=[], rest=["native"],
     native=[
         "by length", "swa", "unfreezing", "rounding", "pruning", "growing", "shards", "filtered of data",
         "bins of own loader", "views of workers",
@@ -809,8 +818,10 @@ def test_batch_without_split_batch_is_an_error(monkeypatch: pytest.MonkeyPatch) 
 
 
 @table("has_loss", {"gradient": False, "loss": True}, ["gradient"])
-def test_nonfinite_sample_is_reported_by_index(trainer_class: Any, has_loss: bool) -> None:
-    """That of a loss that packed samples share, or of a gradient where the loss is finite."""
+def test_nonfinite_sample_is_reported_by_index(
+    trainer_class: Any, has_loss: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That of a loss that packed samples share, or of a gradient where the loss is finite; "warn" trains on."""
 
     class Rooted(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -819,13 +830,22 @@ def test_nonfinite_sample_is_reported_by_index(trainer_class: Any, has_loss: boo
     torch.manual_seed(0)
     data, model = rows(SIZE), t16() if has_loss else Rooted(4, 8, bias=False).double()
     data.tensors[0][13] = math.nan if has_loss else 0.0
+    states = [weights(model)]
+    keep = HookCallback({"on_step_end": lambda trainer: states.append(weights(trainer.get_model()))})
+    train = partial(
+        run, trainer_class, model, data, keep, loss_fn=F.mse_loss, batch_size=4, gradient_accumulation_steps=2,
+        epochs=1, data_collator=COLLATORS["bins"] if has_loss else None,
+    )  # fmt: skip
     with pytest.raises(NonFiniteError) as caught:
-        run(
-            trainer_class, model, data, loss_fn=F.mse_loss, batch_size=4, gradient_accumulation_steps=2, epochs=1,
-            data_collator=COLLATORS["bins"] if has_loss else None,
-        )  # fmt: skip
+        train(save_dir=tmp_path)
+    report = json.loads((tmp_path / "nonfinite.json").read_text())
+    assert (report["sample_indices"], report["step"]) == ([13], len(states))
+    assert f"at step {len(states)} " in str(caught.value)
     assert "these samples of the training set: 13." in str(caught.value)
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert same(weights(model), states[-1])
+    train(on_nonfinite="warn")
+    assert f"not finite at step {report['step']}" in caplog.text
+    assert not all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 @quick_on("native", "hf")

@@ -47,11 +47,10 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has oth
 
 
 def environment() -> dict[str, str]:
-    unwanted = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "OMNITRAIN_")
-    variables = {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "distributed")])
     # These tests are about processors, also on a machine that has more.
-    return variables | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    on_cpu = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    return programs.launch_environment(PYTHONPATH=path, **on_cpu)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import transformers
 from counting import Streamed
 from datasets import Dataset as Table
 from marks import thinned
-from recipes import Noisy, StopAt, distance, fit, rows, same, t16, weights
+from recipes import Noisy, StopAt, distance, fit, rows, t16, weights
 from tiny import Tokens, bert, gpt
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
@@ -48,21 +48,6 @@ def test_drop_last_has_the_steps_of_a_stock_trainer(arguments: Any, size: int, a
     assert len(trainer.predict(Numbered(size)).predictions) == size  # evaluations have all
     with pytest.raises(DataError, match=r"has 3 samples, fewer than the 4 of a step"):
         HFTrainer(bert(), arguments(dataloader_drop_last=True), Numbered(3))
-
-
-def test_drop_last_is_resumed_to_the_bit(arguments: Any) -> None:
-    def run(folder: str, *callbacks: Any, resume: Any = None) -> Any:
-        args = arguments(folder, dataloader_drop_last=True, save_strategy="steps", save_steps=4, data_seed=5)
-        trainer = HFTrainer(t16(0.2), args, Noisy(14), loss_fn=F.mse_loss, callbacks=callbacks, progress_bar=False)
-        trainer.train(resume_from=resume)
-        return trainer
-
-    straight = run("straight")
-    run("parts", StopAt(2))
-    resumed = run("parts", resume="auto")
-    assert straight.progress.step == resumed.progress.step == 6
-    assert same(weights(straight.model), weights(resumed.model))
-    assert straight.metrics["train_metrics_history"] == resumed.metrics["train_metrics_history"]
 
 
 def test_resume_with_other_samples_is_rejected(arguments: Any) -> None:

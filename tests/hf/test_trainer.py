@@ -69,6 +69,7 @@ class Foreign(transformers.Trainer):
     """As a trainer of another library."""
 
 
+MIXIN = type("Mixin", (), {"_save_checkpoint": transformers.Trainer._save_checkpoint})
 FOREIGN = r"Foreign is a transformers.Trainer with its own loop.*other.data_collat"
 
 
@@ -83,6 +84,7 @@ FOREIGN = r"Foreign is a transformers.Trainer with its own loop.*other.data_coll
             ((HFTrainer,), {name: lambda self: None}, f"{name}, which transformers' loop never calls. Use .* instead")
             for name in NEVER_CALLED
         ],
+        ((MIXIN, HFTrainer), {}, "overrides _save_checkpoint of transformers.Trainer"),
         ((HFTrainer, Foreign), {}, FOREIGN),
         ((Foreign, HFTrainer), {}, FOREIGN),
         ((HFTrainer,), {"engine_class": Foreign}, FOREIGN),
@@ -193,31 +195,6 @@ def test_best_checkpoint_goes_by_the_direction_of_its_metric(arguments: Any, tmp
 def feed(kind: Any, resume_from: Any = None, **options: Any) -> Any:
     """A trainer of random samples, after its run."""
     return fit(make(t16(dropout=0.3), Noisy(22), kind=kind, **options), resume_from=resume_from)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {
-            "autocast": "bf16", "grad_reduction": "sum", "max_grad_norm": None, "lr_scheduler": "cosine",
-            "scheduler_interval": "epoch", "learning_rate": 2e-5,
-            "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-        },
-        {"lr_scheduler": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0), "eval_steps": 1},
-    ],
-    ids=["epochs", "evaluations"],
-)  # fmt: skip
-def test_options_act_as_in_the_native_trainer(options: dict[str, Any]) -> None:
-    results = []
-    for kind in NATIVE_AND_HF:
-        trace = Trace()
-        trainer = trained(
-            t16(dtype=torch.float32), rows(22, torch.float32), kind=kind, epochs=2, callbacks=[trace],
-            eval_dataset=rows(7, torch.float32), gradient_accumulation_steps=2, **options,
-        )  # fmt: skip
-        results.append((trace.events, [(row["loss"], row["learning_rate"]) for row in trace.logs], trainer))
-    assert results[0][:2] == results[1][:2]
-    assert same(state_of(results[0][2]), state_of(results[1][2]))
 
 
 def test_compute_loss_func_is_called_with_outputs_and_labels(arguments: Any) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from marks import TRAINERS
 from recipes import rows, t16, trainer_on_cpu
 from torch import nn
@@ -36,10 +35,6 @@ def test_method_that_is_never_called_cannot_be_overridden(trainer_class: type) -
         type("Mine", (mixin, trainer_class), {})
     with pytest.raises(TypeError, match="Grandchild overrides validation_step"):
         type("Grandchild", (type("Child", (trainer_class,), {}),), {"validation_step": nothing})
-    assert hasattr(transformers.Trainer, "_save_checkpoint")
-    if trainer_class is HFTrainer:
-        with pytest.raises(TypeError, match=r"overrides _save_checkpoint of transformers\.Trainer"):
-            type("Mine", (type("Mixin", (), {"_save_checkpoint": nothing}), trainer_class), {})
 
 
 def test_custom_methods_and_attributes_are_allowed(trainer_class: type) -> None:

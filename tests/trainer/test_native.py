@@ -3,7 +3,6 @@
 import gc
 import itertools
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from omnitrain import (
     GradualUnfreezing,
     HookCallback,
     MixUp,
-    NonFiniteError,
     Trainer,
 )
 
@@ -72,23 +70,6 @@ def test_trainer_rejects_several_processes(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK")  # left in the environment by hand
     assert kind(t16(), rows(8), **OPTIONS).world_size == 1
-
-
-def test_nan_raises_with_step_and_sample_before_the_update(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With "warn" the run continues, as in plain PyTorch."""
-    data, states = rows(20), [weights(t16())]
-    data.tensors[1][5] = math.nan
-    keep = HookCallback({"on_step_end": lambda trainer: states.append(weights(trainer.model))})
-    trainer = make(t16(), data, callbacks=[keep], batch_size=2, gradient_accumulation_steps=3, save_dir=tmp_path)
-    with pytest.raises(NonFiniteError, match=r"samples of the training set: 5\.") as caught:
-        trainer.train()
-    assert same(states[-1], weights(trainer.model))
-    report = json.loads((tmp_path / "nonfinite.json").read_text())
-    assert (report["sample_indices"], report["step"]) == ([5], trainer.progress.step + 1)
-    assert f"step {report['step']} " in str(caught.value)
-    trainer = fit(make(t16(), data, batch_size=20, epochs=1, on_nonfinite="warn"))
-    assert "not finite at step 1" in caplog.text
-    assert not all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
 
 
 def test_micro_batch_without_labels_changes_nothing() -> None:
