@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from marks import TRAINERS
-from recipes import fit
+from recipes import fit, trainer_on_cpu
 from tiny import Tokens, llama
 
 
@@ -28,9 +28,8 @@ def adapted(base: Any = None, **options: Any) -> Any:
 
 def make(kind: str, model: Any, save_dir: Path | None = None, **options: Any) -> Any:
     """Return a trainer of 4 sequences a step, 2 steps an epoch."""
-    device = {"device": "cpu"} if kind == "native" else {}
-    defaults: dict[str, Any] = {"batch_size": 4, "learning_rate": 0.05, "progress_bar": False, "epochs": 2}
-    return TRAINERS[kind](model, Tokens(8), save_dir=save_dir, **device, **{**defaults, **options})
+    options = {"batch_size": 4, "learning_rate": 0.05, "epochs": 2, **options}
+    return trainer_on_cpu(TRAINERS[kind], model, Tokens(8), save_dir=save_dir, **options)
 
 
 def run(kind: str, model: Any, save_dir: Path | None = None, **options: Any) -> Any:

@@ -1,10 +1,13 @@
-"""Small models, datasets and hand-written loops that several test files share."""
+"""Small models, datasets, loops and random draws that several test files share."""
 
 import functools
 import math
+import pickle
+import random
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -179,10 +182,6 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return len(self.x)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        import random
-
-        import numpy as np
-
         noise = 0.1 * torch.randn(4, dtype=torch.float64) + 0.01 * random.random() + 0.01 * np.random.rand()
         return self.x[index] + noise, self.y[index]
 
@@ -349,3 +348,84 @@ class Graphs:
     def __call__(self, graph: Any, inputs: Any) -> Any:
         self.count += 1
         return graph
+
+
+# --- draws from the three global generators, and the states of these
+
+
+def draw() -> float:
+    """Draw from all three generators."""
+    return torch.rand(1).item() + 10 * float(np.random.rand()) + 100 * random.random()
+
+
+def disturb() -> None:
+    """Bring the generators into a state as training leaves them: numpy's with a normal number in store."""
+    torch.rand(3), random.gauss(0, 1), np.random.rand(2), np.random.randn()
+
+
+def states() -> list[Any]:
+    """The full state of each generator."""
+    return [torch.get_rng_state().numpy().tobytes(), pickle.dumps(np.random.get_state(legacy=False)), random.getstate()]
+
+
+# --- memory that runs out, where and when a test says so
+
+
+def no_room() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+def raise_no_room(gradient: torch.Tensor) -> None:
+    raise no_room()
+
+
+class Starving(nn.Module):
+    """A regression model with statistics and dropout, whose passes have room for few rows after the first ones."""
+
+    def __init__(self, room: int = 1000, where: str = "forward", start: int = 0, dropout: float = 0.2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.dropout = nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(dropout)
+        self.last = nn.Linear(16, 1)
+        self.double()
+        self.room, self.where, self.start = room, where, start
+        self.sizes: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.dropout(self.norm(self.first(x)))  # which draws and counts before there is no room
+        if not self.training:
+            return self.last(hidden)
+        self.sizes.append(len(x))
+        room = self.room if len(self.sizes) > self.start else 1000
+        if self.where == "forward" and len(x) > room:
+            raise no_room()
+        if self.where == "backward" and len(x) > room:
+            hidden.register_hook(raise_no_room)
+        return self.last(hidden)
+
+
+# --- a model whose embedding can have sparse gradients, and bags of indices for it
+
+
+class Bags(nn.Module):
+    """Sums rows of a table, and maps the sum to a number, by weights or by their mean."""
+
+    def __init__(self, sparse: bool, has_head: bool = True, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.table = nn.EmbeddingBag(20, 4, mode="sum", sparse=sparse, dtype=dtype)
+        self.head = nn.Linear(4, 1, dtype=dtype) if has_head else None
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        sums = self.table(indices)
+        return sums.mean(1) if self.head is None else self.head(sums).squeeze(1)
+
+
+def bags(size: int, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    """Bags of three indices below 20, of which some come twice, each with a number."""
+    generator = torch.Generator().manual_seed(3)
+    indices = torch.randint(0, 20, (size, 3), generator=generator)
+    return TensorDataset(indices, torch.randn(size, generator=generator, dtype=torch.float64).to(dtype))

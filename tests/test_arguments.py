@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from counting import Streamed
-from recipes import Holding, fit, rows, same, t16, weights
+from recipes import Holding, fit, rows, same, t16, trainer_on_cpu, weights
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -160,9 +160,8 @@ MAY_BE_ASSIGNED = {"model", "optimizer", "lr_scheduler", "unit"}
 
 
 def quiet(trainer_class: Any, model: Any = None, **options: Any) -> Any:
-    options = {"train_dataset": rows(8), "loss_fn": F.mse_loss, "progress_bar": False, "epochs": 1, **options}
-    placed = {"device": "cpu"} if trainer_class is Trainer else {}
-    return trainer_class(model or t16(), **{**placed, **options})
+    data = options.pop("train_dataset", rows(8))
+    return trainer_on_cpu(trainer_class, model or t16(), data, **{"loss_fn": F.mse_loss, "epochs": 1, **options})
 
 
 def test_settings_take_numbers_of_numpy(trainer_class: Any, tmp_path: Path) -> None:

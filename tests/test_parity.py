@@ -28,16 +28,17 @@ from recipes import (
     Overflowing,
     Pages,
     Sentences,
+    Starving,
     StopAt,
     Tagger,
     Trace,
     distance,
+    draw,
     rows,
     same,
     t16,
     weights,
 )
-from starving import Starving
 from tiny import Short, Tokens, bert, gpt, t5
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -1464,9 +1465,6 @@ def test_algorithms_change_labels_by_label_names(trainer_class: Any, algorithm: 
 def test_generators_of_the_program_are_restored(trainer_class: Any, fails: bool) -> None:
     """Members of an ensemble are drawn one after another, and training each before the next changes none."""
 
-    def draw() -> list[float]:
-        return [torch.rand(1).item(), float(np.random.rand()), random.random()]
-
     class Draws(Callback):
         def on_step_end(self, trainer: Any) -> None:
             draw()
@@ -1474,7 +1472,7 @@ def test_generators_of_the_program_are_restored(trainer_class: Any, fails: bool)
             if fails and trainer.progress.step == 2:
                 raise RuntimeError("boom")
 
-    def members(trains: bool) -> list[list[float]]:
+    def members(trains: bool) -> list[float]:
         torch.manual_seed(1)
         np.random.seed(1)
         random.seed(1)

@@ -10,8 +10,7 @@ import pytest
 import torch
 from devices import KINDS, make
 from marks import thinned
-from recipes import Trace, callback, rows, t16
-from starving import no_room
+from recipes import Trace, callback, no_room, rows, t16
 
 from omnitrain import Callback, ConfigError, MemoryMonitor
 from omnitrain.callbacks import memory_monitor

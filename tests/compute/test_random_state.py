@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawing import disturb, draw, states
 from hypothesis import given
 from hypothesis import strategies as st
+from recipes import disturb, draw, states
 
 from omnitrain.compute.random_state import (
     GENERATORS,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawing import disturb, draw, states
+from recipes import disturb, draw, states
 from torch.utils.data import (
     BatchSampler,
     DataLoader,

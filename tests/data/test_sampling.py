@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawing import disturb, draw, states
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recipes import disturb, draw, states
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from omnitrain.compute.random_state import derive_seed

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from accelerate.tracking import GeneralTracker
 from backends import DTYPES, Jobs, asked_for, dtype_of, gap, launch_all, make_trainer, sound, tensors_of
 from marks import thinned
-from recipes import Everything, Keyed, KeyedModel, StopAt, fit, rows, t16
-from starving import Starving
+from recipes import Everything, Keyed, KeyedModel, Starving, StopAt, fit, rows, t16
 from tiny import Tokens, llama
 from torch import nn
 from watchers import TRACES, outcome, run

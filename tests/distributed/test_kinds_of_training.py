@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backends import DTYPES, PROCESSES, Jobs, asked_for, bound, dtype_of, gap, launch_all, make_trainer, tensors_of
-from embeddings import Bags, bags
 from forking import joined
 from marks import thinned
-from recipes import Holding, ScheduleFree, Sentences, StopAt, Tagger, Trace, rows, t16
+from recipes import Bags, Holding, ScheduleFree, Sentences, StopAt, Tagger, Trace, bags, rows, t16
 from tiny import Short, Tokens, bert, gpt, t5
 from torch import nn
 from torch.utils.data import TensorDataset

@@ -15,9 +15,8 @@ import torchmetrics
 from backends import Jobs, asked_for, launch_all, make_trainer, named, tensors_of
 from forking import current_rank
 from marks import thinned
-from recipes import fit, rows, same
+from recipes import Starving, fit, rows, same
 from safetensors.torch import save_file
-from starving import Starving
 from torch import nn
 from torch.utils.data import TensorDataset
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backends import DTYPES, Jobs, asked_for, dtype_of, gap, launch_all, make_trainer, tensors_of
-from embeddings import Bags, bags
 from forking import Case, play
 from marks import thinned
-from recipes import fit, rows, t16
+from recipes import Bags, bags, fit, rows, t16
 from torch import nn
 
 from omnitrain import Callback, GradientCheck

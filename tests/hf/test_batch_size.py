@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from counting import Streamed
-from recipes import callback, distance, rows, t16, weights
-from starving import no_room
+from recipes import callback, distance, no_room, rows, t16, weights
 from torch import nn
 from transformers import TrainerCallback
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from embeddings import Bags, bags
-from recipes import Trace, distance, fit, same, small_trainer, weights
+from recipes import Bags, Trace, bags, distance, fit, same, small_trainer, weights
 from resuming import Cut
 from torch import nn
 

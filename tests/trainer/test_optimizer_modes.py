@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import TRAINERS
-from recipes import Keyed, KeyedModel, ScheduleFree, StopAt, fit
+from recipes import Keyed, KeyedModel, ScheduleFree, StopAt, fit, trainer_on_cpu
 from safetensors.torch import load_file
 from torch import nn
 
@@ -39,14 +39,11 @@ def build(kind: str, save_dir: Path | None = None, **options: Any) -> Any:
             super().__init__(20)
             self.x, self.y = self.x.double(), self.y.double()
 
-    device = {"device": "cpu"} if kind == "native" else {}
-    defaults: dict[str, Any] = {
+    options = {
         "batch_size": 5, "epochs": 2, "shuffle": False, "max_grad_norm": None, "optimizer": ScheduleFree,
-        "learning_rate": 0.05, "progress_bar": False, "eval_dataset": Doubles(), "load_best_at_end": False,
+        "learning_rate": 0.05, "eval_dataset": Doubles(), "load_best_at_end": False, **options,
     }  # fmt: skip
-    return TRAINERS[kind](
-        KeyedModel().double(), train_dataset=Doubles(), save_dir=save_dir, **device, **{**defaults, **options}
-    )
+    return trainer_on_cpu(TRAINERS[kind], KeyedModel().double(), Doubles(), save_dir=save_dir, **options)
 
 
 @pytest.fixture(params=TRAINERS)

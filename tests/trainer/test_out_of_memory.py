@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from devices import KINDS, make
-from recipes import Holding, StopAt, distance, fit, rows, same, t16, trainer_on_cpu, weights
-from starving import Starving, no_room
+from recipes import Holding, Starving, StopAt, distance, fit, no_room, rows, same, t16, trainer_on_cpu, weights
 from torch import nn
 from torch.utils.data import DataLoader
 
