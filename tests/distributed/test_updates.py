@@ -179,7 +179,7 @@ class FoundWarnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.messages += [record.getMessage()] * (self.text in record.getMessage())
 
-    def __enter__(self) -> FoundWarnings:
+    def __enter__(self) -> Any:
         logging.getLogger("omnitrain").addHandler(self)
         return self
 
