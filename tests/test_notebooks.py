@@ -145,7 +145,15 @@ def test_execution_keeps_display() -> None:
     ]
     assert kinds == [[("display_data", "text/html", "text/plain")], [("display_data", "text/html", "text/plain")] * 2]
     html, text = (first.outputs[0].data[kind] for kind in ("text/html", "text/plain"))
-    for part in ('<progress value="1.0000"', "<svg", "<polyline", "eval_loss", "&lt;b&gt;note&lt;/b&gt;: a text"):
+    for part in (
+        '<progress value="1.0000"',
+        "<svg",
+        "<polyline",
+        ">step</text>",
+        ">loss</text>",
+        "eval_loss",
+        "&lt;b&gt;note&lt;/b&gt;: a text",
+    ):
         assert part in html, part
     assert "<b>" not in html and html.index("model  Linear") < html.index("<table>") < html.index("end    all epochs")
     assert [line.split("  ")[0] for line in text.splitlines()] == [

@@ -263,6 +263,12 @@ class TrainerConfig:
 
     __str__ = text
 
+    def _repr_html_(self) -> str:
+        """Show the file in notebooks."""
+        from html import escape  # with a table of 2,000 entities, which no run needs
+
+        return f"<pre>{escape(self.text())}</pre>"
+
 
 def _short_name(path: str) -> str:
     """Return the name without a path for the public names of omnitrain."""

@@ -145,6 +145,8 @@ def curve_svg(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
         *(label(_LEFT - 4, y, "end", f"{value:.4g}") for y, value in ((14, y1), (_HEIGHT - _BOTTOM, y0))),
         label(_LEFT, _HEIGHT - 5, "start", f"{x0:g}"),
         label(_WIDTH - 10, _HEIGHT - 5, "end", f"{x1:g}"),
+        label((_LEFT + _WIDTH) / 2, _HEIGHT - 5, "middle", "step"),
+        label(_LEFT - 4, _HEIGHT / 2, "end", "loss"),
     ]
     colors = dict(zip(curves, _COLORS * len(curves), strict=False))
     for number, (name, points) in enumerate(drawn.items()):

@@ -241,13 +241,14 @@ class ProgressBar(Callback):
         elapsed, remaining = self._format_times(trainer)
         # The words in display order, each with its priority: high numbers are dropped first.
         ranked = [(2, format_metric("loss", logs["loss"]))] if "loss" in logs else []
-        ranked.append((4, format_metric("epoch", trainer.progress.epochs)))
-        ranked += [(5, format_metric(name, logs[name])) for name in logs if name == "learning_rate"]
+        ranked.append((5, format_metric("epoch", trainer.progress.epochs)))
+        ranked += [(6, format_metric(name, logs[name])) for name in logs if name == "learning_rate"]
         for name, value in sort_for_display(self._latest_eval).items():
-            rank = 6 if name == f"eval_{trainer.objective.metric}" else 8
+            rank = 7 if name == f"eval_{trainer.objective.metric}" else 9
             ranked += [(rank, word) for word in _format_row({name: value})]
         rates = [name for name in sort_for_display(logs) if name.endswith("_per_second")]
-        ranked += [*((7, format_metric(name, logs[name])) for name in rates), (3, elapsed), (1, remaining)]
+        ranked += [(8 if number else 3, format_metric(name, logs[name])) for number, name in enumerate(rates)]
+        ranked += [(4, elapsed), (1, remaining)]
         chosen: set[int] = set()
         for index in sorted(range(len(ranked)), key=lambda index: ranked[index][0]):
             if len("  ".join(ranked[i][1] for i in sorted({*chosen, index}))) <= width:

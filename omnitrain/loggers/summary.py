@@ -6,6 +6,7 @@ Only text, which `progress_bar.py` and `notebook.py` show; ASCII, for every cons
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,16 @@ def closing(trainer: TrainerLike, error: BaseException | None = None) -> str:
     if is_signal or error is not None or trainer.stop_reason == "requested":
         if saved is not None and keeps_all:
             parts.append('continue: trainer.train(resume_from="auto")')
+        elif error is None and trainer.total_steps is not None and (not is_signal or _is_interactive()):
+            parts.append(f'continue: trainer.train(more="{trainer.total_steps - progress.step}ba")')
     elif keeps_all:
         parts.append("continue: trainer.train(more=1)")
     return "end    " + "; ".join(parts)
+
+
+def _is_interactive() -> bool:
+    """Return whether this process outlives an interrupted run: that of a notebook or a prompt."""
+    return "ipykernel" in sys.modules or hasattr(sys, "ps1")
 
 
 def clock(seconds: float) -> str:

@@ -664,8 +664,8 @@ class BaseTrainer(Hooks, ABC):
                 finally:  # after a second signal, too
                     self.lifecycle.end_train(failed)
         # raised only now, when callbacks have seen TRAIN_END and the lock is released
-        if number := self.lifecycle.signal or self.control.signal:  # which may come after the last save
-            raise signal_error(number)
+        if self.lifecycle.signal:
+            raise signal_error(self.lifecycle.signal)
         return self.metrics
 
     def _start_run(self, resume_from: Any, allow_change: Collection[str]) -> None:

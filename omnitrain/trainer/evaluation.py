@@ -17,8 +17,10 @@ import torch
 from torch.utils.data import default_convert
 
 from omnitrain.checkpoint.eval_weights import EvalWeights
+from omnitrain.core.display import Table
 from omnitrain.core.errors import ConfigError, DataError, ObjectiveError, OmnitrainError
 from omnitrain.core.events import Event
+from omnitrain.core.metric_format import format_metric
 from omnitrain.core.objective import Objective
 from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, tensors_in
 from omnitrain.data.loaders import Loader, by_name
@@ -66,6 +68,38 @@ class Predictions(NamedTuple):
     def label_ids(self) -> Any:
         """The labels, by their name in transformers."""
         return self.labels
+
+    def _repr_html_(self) -> str:
+        """Show shapes, metrics and the first samples in notebooks."""
+        columns = _columns("predictions", self.predictions) | _columns("labels", self.labels)
+        above = [f"{name}: {column.dtype} {column.shape}" for name, column in columns.items()]
+        size = min([_SHOWN_ROWS, *map(len, columns.values())]) if columns else 0
+        rows = [[str(row), *(_format_entry(column[row]) for column in columns.values())] for row in range(size)]
+        below = [format_metric(name, value) for name, value in self.metrics.items()]
+        return Table(["sample", *columns], rows, above=above, below=below).to_html()
+
+
+_SHOWN_ROWS = 10
+
+
+def _columns(name: str, values: Any) -> dict[str, np.ndarray]:
+    """Return the arrays of outputs or labels by name."""
+    if isinstance(values, (tuple, Mapping)):
+        entries = values.items() if isinstance(values, Mapping) else enumerate(values)
+        return {
+            key: column for entry, value in entries for key, column in _columns(f"{name}[{entry!r}]", value).items()
+        }
+    if isinstance(values, list):  # an object for each sample
+        column = np.empty(len(values), dtype=object)
+        column[:] = values
+        return {name: column}
+    return {name: values} if getattr(values, "ndim", 0) else {}
+
+
+def _format_entry(entry: Any) -> str:
+    if isinstance(entry, np.ndarray):
+        entry = np.array2string(entry, precision=4, threshold=8, separator=", ", max_line_width=1000)
+    return " ".join(str(entry).split())[:80]
 
 
 def metric_direction(metric: str, scorer: Scorer, loaders: Any) -> bool | None:

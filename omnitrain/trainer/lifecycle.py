@@ -293,6 +293,9 @@ class Lifecycle:
                 self.emit(Event.TRAIN_END)
         finally:
             self.is_running = False
+            # a signal that is kept among the requests would cut short the evaluations after the run
+            self.stop, self.signal = self.stop or self.control.stop, self.signal or self.control.signal
+            self.control = Control()
             self._log_callback_times()
 
     def _log_callback_times(self) -> None:

@@ -153,6 +153,7 @@ def test_unnamed_part_is_rejected_until_replaced(folder: Path) -> None:
 def test_samples_constructors_and_secrets_are_not_written(folder: Path) -> None:
     trainer = Trainer(named.Own(), named.dicts(), {"a": named.rows()}, progress_bar=False)
     assert trainer.config.values["trainer"]["train_dataset"] == "???"
+    assert trainer.config._repr_html_().startswith("<pre># This run was made in Python")
     assert "a list of samples" in trainer.config.missing["trainer", "train_dataset"]
     assert trainer.config.values["trainer"]["eval_dataset"] == {"a": "???"}
     trainer = Trainer(named.Own(), instantiate("named.dicts"), progress_bar=False)

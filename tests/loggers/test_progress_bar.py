@@ -345,7 +345,7 @@ def test_terminal_without_control_codes_gets_lines(variable, value, terminal, mo
 
 @pytest.mark.parametrize(("width", "shown", "hidden"), [
     (60, ["loss 0.3121", "left 0:50:00"], ["lr ", "samples/s", "eval_"]),
-    (80, ["loss 0.3121", "epoch 1.00", "elapsed 0:10:00", "left 0:50:00"], ["samples/s", "eval_"]),
+    (80, ["loss 0.3121", "1234 samples/s", "elapsed 0:10:00", "left 0:50:00"], ["epoch", "eval_"]),
     (160, ["loss 0.3121", "epoch 1.00", "lr 1.25e-04", "eval_loss 0.4", "1234 samples/s", "left 0:50:00"], []),
 ], ids=["60", "80", "160"])  # fmt: skip
 def test_bar_fits_the_width_of_the_terminal(width, shown, hidden, terminal, clock, monkeypatch):

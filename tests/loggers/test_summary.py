@@ -3,6 +3,7 @@
 import contextlib
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,13 @@ def test_summary_shows_the_stop_reason_and_how_to_resume(tmp_path: Path, capsys:
     interrupted = last(interrupt, KeyboardInterrupt, save_dir="b")
     assert interrupted == f"end    SIGINT {at}; saved in b/checkpoint-3; {resume}"
     assert last(interrupt, KeyboardInterrupt) == f"end    SIGINT {at}; nothing is saved without save_dir"
+    assert (
+        last(lambda trainer: trainer.stop()) == f'end    a stop was requested {at}; continue: trainer.train(more="7ba")'
+    )
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # a prompt, which outlives the run
+    assert last(interrupt, KeyboardInterrupt).endswith('without save_dir; continue: trainer.train(more="7ba")')
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
     assert last(fail, RuntimeError, save_dir="c") == f"end    RuntimeError {at}; nothing is saved"
     failed = last(fail, RuntimeError, save_dir="d", save_steps=2)
     assert failed == f"end    RuntimeError {at}; saved in d/checkpoint-2; {resume}"

@@ -29,6 +29,7 @@ from omnitrain import (
     HFTrainer,
     NonFiniteError,
     ObjectiveError,
+    Predictions,
     StepOutput,
     Trainer,
 )
@@ -550,3 +551,14 @@ def test_metric_called_loss_is_rejected_before_the_first_step(kind: str) -> None
         with pytest.raises(ConfigError, match="A metric is called 'loss'"):
             trainer.train()
         assert trainer.progress.step == 0
+
+
+def test_predictions_are_html_in_notebooks() -> None:
+    scores, labels = np.linspace(0, 1, 36, dtype=np.float32).reshape(12, 3), np.arange(12)
+    html = Predictions(scores, labels, {"test_loss": 0.25})._repr_html_()
+    assert html.count("<tr>") == 11 and "predictions: float32 (12, 3)" in html and "test_loss 0.25" in html
+    assert "<td>0</td><td>[0. , 0.0286, 0.0571]</td><td>0</td>" in html
+    boxes = [{"label": "<b>"}, {"label": "c"}]
+    html = Predictions(({"a": scores}, scores[:, 0]), boxes, {})._repr_html_()
+    assert "&lt;b&gt;" in html and html.count("<tr>") == 3 and "predictions[0][&#x27;a&#x27;]" in html
+    assert Predictions(None, None, {})._repr_html_() == ""

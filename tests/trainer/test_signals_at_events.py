@@ -86,3 +86,27 @@ def test_signal_at_any_event_ends_the_run(straight: tuple[str, list[str], Any], 
     name, events, expected = straight
     for number, event in [*enumerate(events, 1)][:: 1 if name == "native" else 4]:
         check(name, number, event, expected, tmp_path / str(number))
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("saves", [True, False])
+def test_trainer_is_usable_after_ctrl_c(name: str, saves: bool, tmp_path: Path) -> None:
+    """As in a notebook, whose kernel gets SIGINT and lives on: it evaluates, and ends as the undisturbed run."""
+
+    def build(*callbacks: Callback) -> Any:
+        data, options = rows(16), {"save_dir": tmp_path / str(len(callbacks))} if saves else {}
+        return TRAINERS[name](
+            t16(), data, data, loss_fn=F.mse_loss, epochs=2, batch_size=8, callbacks=list(callbacks), **options
+        )
+
+    trainer, undisturbed = build(SignalAtEvent(9, signal.SIGINT)), build()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    step = trainer.progress.step
+    assert 0 < step < 4 and trainer.stop_reason == "signal" and trainer.evaluate()["eval_loss"] > 0
+    assert len(trainer.predict(rows(3)).predictions) == 3
+    trainer.train(more=f"{4 - step}ba")
+    undisturbed.train()
+    assert (trainer.progress.step, trainer.stop_reason) == (4, "max_steps")
+    for weight, expected in zip(trainer.model.parameters(), undisturbed.model.parameters(), strict=True):
+        assert torch.equal(weight, expected)
