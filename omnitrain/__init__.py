@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from omnitrain.algorithms.progressive_resizing import ProgressiveResizing as ProgressiveResizing
     from omnitrain.algorithms.sam import SAM as SAM
     from omnitrain.algorithms.seq_length_warmup import SeqLengthWarmup as SeqLengthWarmup
+    from omnitrain.algorithms.spike_guard import SpikeGuard as SpikeGuard
     from omnitrain.algorithms.stochastic_depth import StochasticDepth as StochasticDepth
     from omnitrain.algorithms.straight_through import StraightThrough as StraightThrough
     from omnitrain.callbacks.distributions import Distributions as Distributions
@@ -121,6 +122,7 @@ _EXPORTS = {
     "algorithms.progressive_resizing": "ProgressiveResizing",
     "algorithms.sam": "SAM",
     "algorithms.seq_length_warmup": "SeqLengthWarmup",
+    "algorithms.spike_guard": "SpikeGuard",
     "algorithms.stochastic_depth": "StochasticDepth",
     "algorithms.straight_through": "StraightThrough",
     "callbacks.distributions": "Distributions",

@@ -161,6 +161,7 @@ class Zero(DDP):
             "before_second_pass": "DeepSpeed's engine adds gradients up in its own buffers, and keeps those of both",
             "before_update": "DeepSpeed's engine clips and updates at once, in its own buffers",
             "gradients": "DeepSpeed keeps them in its own buffers",
+            "rewinding": "DeepSpeed's engine has state of its own that cannot be restored in the middle of a run",
             "freezing": "DeepSpeed's optimizer updates buffers that hold frozen weights next to the others",
             "sparse_gradients": "DeepSpeed's engine adds gradients up in its own buffers, which are dense",
         }

@@ -29,10 +29,14 @@ class Cadence(Callback):
 
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Start the intervals at the current position, and end a run that is already at its limit."""
+        self.restart(trainer)
+        self._stop_at_limit(trainer)
+
+    def restart(self, trainer: TrainerLike) -> None:
+        """Start the intervals at the current position."""
         for interval in (self.log, self.evaluate, self.save):
             if interval is not None:
                 interval.restart(trainer.progress)
-        self._stop_at_limit(trainer)
 
     def on_step_end(self, trainer: TrainerLike) -> None:
         progress = trainer.progress

@@ -504,6 +504,24 @@ class Checkpointer:
         self._contents.restore_random_numbers(checkpoint)
         return checkpoint.folder
 
+    def restore_in_run(self, checkpoint: Checkpoint) -> None:
+        """Restore a checkpoint of this run, with its random numbers, while the run continues."""
+        self.restore(checkpoint)
+        self._contents.restore_random_numbers(checkpoint)
+
+    def update_copy(self, copy: Any) -> None:
+        """Copy the state of the run to a `LiveCopy`."""
+        copy.update(self._trainer, self._contents)
+
+    def restore_copy(self, copy: Any) -> None:
+        """Restore the state of the run from a `LiveCopy`."""
+        copy.restore(self._trainer, self._contents)
+
+    def record_left_out(self, spike: Mapping[str, Any]) -> None:
+        """Add a step whose samples are left out to the record of this start, on the main rank."""
+        if self.store is not None and self._contents.record is not None:
+            self._contents.record.add_left_out(self.store.root, spike)
+
     @property
     def is_resuming(self) -> bool:
         """Whether the run resumes from a checkpoint, or continues a run that has ended in this process."""

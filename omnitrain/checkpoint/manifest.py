@@ -278,6 +278,7 @@ _ENTRIES: dict[Any, Any] = {
         "best_step": Optional(_STEP),
         "best_checkpoint": Optional(_text(r"checkpoint-[0-9]{1,19}", "the name of a checkpoint")),
         "stop_reason": Optional(str),
+        "left_out_samples": Optional(int),
     },
     "evaluated_step": _STEP,
     "credited_step": _STEP,

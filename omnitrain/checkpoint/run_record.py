@@ -254,6 +254,11 @@ class StartRecord:
         self._details, self._replaces = mask_secrets(details), "all" if replaces_all else None
         self._write(folder, _GIT_S)
 
+    def add_left_out(self, folder: Path, spike: Mapping[str, Any]) -> None:
+        """Add a step whose samples are left out, and write the record again."""
+        self._known.setdefault("left_out", []).append(spike)
+        self._write(folder)
+
     def complete(self, folder: Path) -> None:
         """Write it again if git has answered since, or the disk failed before."""
         if not self._is_complete and (self._git.answer() or self._git.is_done or self._tolerance.has_failed):

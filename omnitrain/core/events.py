@@ -57,7 +57,8 @@ class Event(StrEnum):
             if requested: log, evaluate, save, as above
         [algorithms: end_run], TRAIN_END    # always, even after EXCEPTION
 
-    CHECKPOINT_LOADED also follows each call of `load_checkpoint()`; SAVE_START and SAVE_END belong to each of
+    CHECKPOINT_LOADED also follows each call of `load_checkpoint()`, and, after an EPOCH_END that does not count, the
+    return of `SpikeGuard` to an earlier state; SAVE_START and SAVE_END belong to each of
     `save_checkpoint()`, EVAL_BATCH_START and EVAL_BATCH_END to each batch of `evaluate()`, `test()` and `predict()`,
     and PREDICT_START and PREDICT_END to each `predict()`.
     The events of micro-batches come for each pass over them: again if an algorithm has a second pass, if the optimizer

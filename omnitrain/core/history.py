@@ -22,7 +22,7 @@ from omnitrain.core.metric_format import bare_name, format_title, get_descriptor
 _PREFIXES = ("eval_", "test_", "train_")
 _POSITION = ("epoch", "step")
 TABLES = ("train_metrics_history", "valid", "test")
-_SCALARS = ("best_step", "best_checkpoint", "stop_reason")
+_SCALARS = ("best_step", "best_checkpoint", "stop_reason", "left_out_samples")
 _TRAIN_COLUMNS = {"train_loss": "train_loss", "learning_rate": "lr", "grad_norm": "grad_norm"}
 
 
@@ -94,8 +94,8 @@ class MetricsDict(ResultView, dict[str, Any]):
     """The history of a run, the same on every rank and backend.
 
     The keys are "train_metrics_history", "valid" and "test" (lists of rows), "best_valid" (a row, empty until an
-    evaluation is selected) and, once known, "best_step", "best_checkpoint" and "stop_reason". All values are floats,
-    ints and strings, so JSON keeps them unchanged.
+    evaluation is selected) and, once known, "best_step", "best_checkpoint", "stop_reason" and "left_out_samples". All
+    values are floats, ints and strings, so JSON keeps them unchanged.
 
     It prints as a table with a row per epoch and evaluation; `*` marks the best. `plot()` draws the losses, the
     learning rate and every metric of the evaluations against the step, with a line at the best evaluation and another
@@ -154,8 +154,9 @@ class MetricsDict(ResultView, dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         """Raise a KeyError with the reason why `key` is missing."""
         if key in _SCALARS:
-            why = "the run is not over" if key == "stop_reason" else "no evaluation was selected, or nothing was saved"
-            raise KeyError(f"{key!r} is not known: {why}.")
+            why = {"stop_reason": "the run is not over", "left_out_samples": "no `SpikeGuard` has left out any"}
+            selection = "no evaluation was selected, or nothing was saved"
+            raise KeyError(f"{key!r} is not known: {why.get(key, selection)}.")
         keys = self.keys()  # a subclass may iterate over something else, as TrainResult of HFTrainer
         raise KeyError(f"There is no {key!r} here, only {quote_names(keys)}.{did_you_mean(str(key), keys)}")
 

@@ -57,6 +57,11 @@ class Progress:
         self.samples += samples
         self.tokens += tokens
 
+    def leave_out(self, samples: int, batches: int) -> None:
+        """Move past a window that is not trained on: neither a step nor consumed samples."""
+        self.samples_in_epoch += samples
+        self.batches_in_epoch += batches
+
     def close_epoch(self, complete: bool) -> None:
         """Leave the current epoch; it counts as done only if it is `complete`."""
         if complete:

@@ -392,9 +392,23 @@ class Engine(SearchTrainer):
         """Act on the requests of our callbacks and transformers', and end the run at its limit."""
         self._log_arguments = args, kwargs
         loop = self.trainer._loop
+        if self.epoch_has_ended and loop.is_rewinding:
+            self._rewind()
+            return
         loop.handle_requests()
-        if self.epoch_has_ended and self.trainer.lifecycle.stop:
+        if loop.is_rewinding:
+            self.control.should_epoch_stop, self.stop_requested = True, False
+        elif self.epoch_has_ended and self.trainer.lifecycle.stop:
             loop.close()  # before transformers' own end-of-training code
+
+    def _rewind(self) -> None:
+        """Restore the run from before a spike, with transformers' counts and history."""
+        trainer, state = self.trainer, self.state
+        trainer._loop.rewind()
+        state.global_step = self._globalstep_last_logged = trainer.progress.step + trainer.progress.skipped_steps
+        state.epoch = trainer.progress.epochs
+        state.log_history = [row for row in state.log_history if row["step"] <= state.global_step]
+        self.control.should_training_stop = bool(trainer.lifecycle.stop)
 
     def _get_output_dir(self, trial: Any) -> str:
         """Return the folder only for saving: transformers lists it at the end, which would raise on a bad disk."""
@@ -586,6 +600,8 @@ class Bridge(transformers.TrainerCallback):
             control.should_training_stop, engine.stop_requested = engine.stop_requested, None
         loop.end_epoch(loop.finish_data())
         control.should_epoch_stop, engine.epoch_has_ended = False, True
+        if loop.is_rewinding:
+            return
         loop.finish_run_by_steps()
         self._export_requests(control)
 

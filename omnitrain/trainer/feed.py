@@ -73,6 +73,8 @@ class Feed:
         self._collate = settings.data_collator
         self.stateful_data: dict[str, Any] = data_parts(settings)
         """The parts of the data with a state, which is then that after the last batch of a step, as it is saved."""
+        self.is_left_out: Callable[[int, int, int], bool] | None = None
+        """Whether a window is left out, by its epoch and its first and last position there; None leaves out none."""
         # Whether the ranks know that they read the same data, if each takes its share of them.
         self._has_compared: bool = ranks.world_size == 1
         # The source of the next window, if it may be read ahead.
@@ -139,6 +141,9 @@ class Feed:
             loader.turn += sum(map(operator.itemgetter(4), group))
             if window.samples:  # otherwise all ranks have only dummy batches
                 done += window.samples
+                if self.is_left_out is not None and self.is_left_out(epoch, done - window.samples, done):
+                    progress.leave_out(window.samples, window.micro_batches)
+                    continue
                 self._latest = progress.samples, window
                 yield window
 

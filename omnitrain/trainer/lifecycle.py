@@ -422,6 +422,13 @@ class Lifecycle:
         """Add the means of an epoch, or of its part before the run ended, to the history."""
         self.metrics.add_train({"epoch": round(self.progress.epochs, 6), "step": self.progress.step, **row})
 
+    def undo_requests(self) -> None:
+        """Forget the requests and limits of steps that were undone; only a signal still ends the run."""
+        if self.stop != "signal":
+            self.stop = ""
+        if self.control.stop != "signal":
+            self.control = Control()
+
     # --- answers to requests
 
     def add_values(self, logs: dict[str, Any]) -> None:

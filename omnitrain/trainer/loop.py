@@ -67,6 +67,8 @@ class Loop:
         self.checkpointer = checkpointer
         self.is_evaluating: bool = False
         """Whether an evaluation that belongs to the run is under way."""
+        self.is_rewinding: bool = False
+        """Whether there was a spike, and the run is about to be restored from before it."""
         # Whether the ranks exchange the requests of a step before it, while the step runs.
         self._exchanges_early = False
         # Waits for the exchange begun before this step.
@@ -96,6 +98,13 @@ class Loop:
             self.checkpointer.resume_random_numbers()
         else:
             lifecycle.pending_evaluation = self.settings.eval_on_start
+        if self.step.spikes is not None:
+            if self.has_custom_epoch:
+                raise ConfigError(
+                    f"`algorithms` holds SpikeGuard, and {type(self.trainer).__name__} has a `_train_epoch` of its "
+                    "own, whose steps nothing judges. Leave one of them out."
+                )
+            self.step.spikes.begin_run()
         self.agree("the beginning of the run")
         if lifecycle.pending_evaluation and lifecycle.stop != "signal":
             lifecycle.control.save = lifecycle.control.save or lifecycle.pending_save
@@ -150,7 +159,10 @@ class Loop:
             with self._counting_user_steps():
                 train_loss = self.trainer._train_epoch(self.lifecycle.progress.epoch)
             self.end_epoch(train_loss)
-            self.handle_requests()
+            if self.is_rewinding:
+                self.rewind()
+            else:
+                self.handle_requests()
 
     def train_epoch(self, epoch: int) -> float:
         """Train on an epoch, or the rest of one, and return its mean loss."""
@@ -164,13 +176,24 @@ class Loop:
             applied = trainer._train_step(window)
             lifecycle.end_step(window.samples, window.tokens, not applied, window.micro_batches)
             self.handle_requests()
-            if lifecycle.stop:
+            if lifecycle.stop or self.is_rewinding:
                 break
         return self.finish_data()
+
+    def rewind(self) -> None:
+        """Restore the state from before a spike, and continue from there."""
+        assert self.step.spikes is not None
+        self.step.spikes.rewind()
+        self.is_rewinding = False
 
     def finish_data(self) -> float:
         """Decide whether the epoch is complete, now that its data have ended, and return its mean loss."""
         lifecycle = self.lifecycle
+        if self.step.spikes is not None:
+            self.is_rewinding = self.step.spikes.detect(wait=True)
+        if self.is_rewinding:
+            lifecycle.is_epoch_complete = False
+            return self.step.loss.mean()
         if self.ranks.world_size == 1 and lifecycle.control.stop == "signal":
             self.agree("the end of the data")  # the signal may have ended the data
         if lifecycle.stop:
@@ -299,8 +322,18 @@ class Loop:
 
     def handle_requests(self) -> None:
         """Act on the requests of callbacks: the only place where a run logs, evaluates or saves."""
+        spikes, lifecycle = self.step.spikes, self.lifecycle
         if self.ranks.world_size > 1 or self.has_requests:
-            self._act_on(self._agree_after_step())
+            asked = self._agree_after_step()
+            if spikes is not None:  # before anything shows a step that may be undone
+                is_visible = asked.log or asked.evaluate or asked.save or bool(lifecycle.stop)
+                self.is_rewinding = spikes.detect(wait=is_visible)
+            if not self.is_rewinding:
+                self._act_on(asked)
+        elif spikes is not None:
+            self.is_rewinding = spikes.detect(wait=False)
+        if spikes is not None and not self.is_rewinding and not lifecycle.stop:
+            spikes.keep_copy()
         if self.checkpointer.in_flight is not None:
             self.checkpointer.await_background(wait=False)
 

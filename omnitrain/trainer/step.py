@@ -36,6 +36,7 @@ from omnitrain.trainer.lifecycle import Lifecycle, is_callback_error
 from omnitrain.trainer.meters import LossMeter, Meters
 from omnitrain.trainer.nonfinite import WindowPosition, nonfinite_error
 from omnitrain.trainer.out_of_memory import AutoMicrobatch
+from omnitrain.trainer.spikes import Spikes
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -137,6 +138,12 @@ class FiniteGuard:
                 return location
         return None
 
+    def reset(self) -> None:
+        """Forget the steps so far, which were undone."""
+        if self.deferred:
+            self._found_inf.zero_()
+            self._pending.clear()
+
     def release(self, optimizer: Any) -> None:
         """Remove the guard from the optimizer."""
         if self.deferred:
@@ -183,6 +190,8 @@ class Step:
         self._is_in_training = False  # whether this run has put the model into training mode
         self._evaluating: list[nn.Module] = []  # the modules that the user has put into evaluation mode, and stay in it
         self._untrained: list[str] = []  # parameters with a gradient and without a group, of which the user was warned
+        self.spikes: Spikes | None = None
+        """What to do about spikes; None without a `SpikeGuard`."""
         # The methods of algorithms that change a step, by name, in the order they are called.
         self._transforms: dict[str, list[Callable[..., Any]]] = {}
         # `prepare` sets the rest: whether this is the first step of a run, which checks that anything is trained;
@@ -235,9 +244,12 @@ class Step:
                 "`optimizer` or `algorithms` ask for. Put what it does into `compute_loss`, or leave one of them out."
             )
         self._repeats = has_second_pass or self._auto_microbatch is not None
-        self._may_undo = settings.on_nonfinite != "raise" or self._scales_loss or self._needs_closure
+        self.spikes = Spikes.find(self, self._trainer)
+        skips_spikes = self.spikes is not None and not self.spikes.rewinds
+        self._feed.is_left_out = None if self.spikes is None else self.spikes.guard.is_left_out
+        self._may_undo = settings.on_nonfinite != "raise" or self._scales_loss or self._needs_closure or skips_spikes
         # with "raise" the run ends anyway, and with "warn" the update is made
-        self._buffers = Buffers() if settings.on_nonfinite == "skip" or self._scales_loss else None
+        self._buffers = Buffers() if settings.on_nonfinite == "skip" or self._scales_loss or skips_spikes else None
         self._set_step_nr = getattr(self._trainer.unit, "set_step_nr", None)
         # a deferred verdict comes some steps late: good enough for an error, too late to skip the step
         defers = settings.on_nonfinite == "raise" and not self._scales_loss
@@ -390,6 +402,8 @@ class Step:
             self._buffers.snapshot()
         if self._needs_closure:
             self.loss.rollback((0.0, 0.0))  # the loss of the window only
+        if self.spikes is not None:
+            self.spikes.begin_step()
         if self._set_step_nr is not None:
             self._set_step_nr(self._lifecycle.progress.step + 1)
         self.restart(window)
@@ -767,11 +781,16 @@ class Step:
 
     def _should_update(self, norm: torch.Tensor) -> bool:
         """Return whether to make the update, under the policy for numbers that are not finite."""
+        if self.spikes is not None and not self.spikes.admits(norm):
+            return False
         if self.guard.should_update(self._finiteness_value(norm), self._place):
             if self.guard.deferred:
                 self.raise_if_nonfinite()
             return True
         place, policy = self._place(), self._settings.on_nonfinite
+        if policy == "raise" and self.spikes is not None:
+            self.spikes.expect_nonfinite()
+            return False
         if policy == "raise":
             raise self._nonfinite_error(place)
         skips = policy == "skip"
@@ -796,7 +815,7 @@ class Step:
     def raise_if_nonfinite(self, wait: bool = False) -> None:
         """Raise NonFiniteError for a bad step that the device has reported; with `wait`, check all steps so far."""
         place = self.guard.first_bad(wait)
-        if place is not None:
+        if place is not None and self.spikes is None:  # which judges it itself
             raise self._nonfinite_error(place)
 
     def _nonfinite_error(self, place: WindowPosition) -> NonFiniteError:
