@@ -44,7 +44,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from omnitrain import Callback, Trainer
-from omnitrain.checkpoint.disk import FileSystem
+from omnitrain.core.files import FileSystem
 from omnitrain.core.progress import Progress
 
 SEED = 42

@@ -39,8 +39,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from omnitrain import AccelerateTrainer, Callback
 from omnitrain.checkpoint import sharded_files
-from omnitrain.checkpoint.disk import FileSystem
+from omnitrain.checkpoint.safetensors_header import shard_folder
 from omnitrain.checkpoint.writing import Writer
+from omnitrain.core.files import FileSystem
 from omnitrain.distributed import ranks as ranks_module
 from omnitrain.distributed import rendezvous, watchdog
 from omnitrain.distributed.watchdog import Heartbeat
@@ -396,7 +397,7 @@ class Disk:
         """Write what another rank has of the tensors, and return the entries of its files for the manifest."""
         entries = {}
         for file, tensors in files.items():
-            part, blocks = sharded_files.shard_folder(file), {}
+            part, blocks = shard_folder(file), {}
             for name, tensor in tensors.items():
                 if isinstance(tensor, DTensor):
                     rows, count = tensor.shape[0], -(-tensor.shape[0] // tensor.device_mesh.size())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from resuming import Killed
 
-from omnitrain.checkpoint.disk import FileEntry, FileSystem
+from omnitrain.core.files import FileEntry, FileSystem
 
 Fault = Callable[["FaultyDisk"], None]
 

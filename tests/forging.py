@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.manifest import MANIFEST, encode
 from omnitrain.checkpoint.sharded_files import Block, local_blocks, write_shards
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.tensor_files import Gathered, load_tensors, save_tensors
+from omnitrain.core.files import FileSystem
 
 
 def save_files(

@@ -51,7 +51,7 @@ FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.spl
 NO_TORCH = [
     "omnitrain.arguments",
     "omnitrain.trainer.lifecycle",
-    *(f"omnitrain.checkpoint.{name}" for name in ["disk", "lock", "manifest", "store"]),
+    *(f"omnitrain.checkpoint.{name}" for name in ["lock", "manifest", "safetensors_header", "store"]),
     *(f"omnitrain.core.{path.stem}" for path in sorted((PACKAGE / "core").glob("[!_]*.py"))),
 ]
 TORCH_ON_FIRST_USE = [
@@ -67,7 +67,7 @@ HEAVY = {
 LOADED_ON_FIRST_USE = {"AccelerateTrainer", "HFTrainer", "HFTrainingArguments"}
 
 MAX_WALKS = {
-    "Trainer": {"step": (90, 18), "evaluate": (100, 19), "save": (203, 38), "load": (201, 26)},
+    "Trainer": {"step": (90, 18), "evaluate": (100, 19), "save": (191, 36), "load": (165, 22)},
     "AccelerateTrainer": {"step": (92, 19), "evaluate": (100, 20)},
     "HFTrainer": {"step": (142, 25), "evaluate": (128, 26)},
 }

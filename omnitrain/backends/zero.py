@@ -49,7 +49,7 @@ from omnitrain.checkpoint.state_dicts import (
     to_json,
     unwrap,
 )
-from omnitrain.checkpoint.tensor_files import Gathered, is_local, read_local, spec_of
+from omnitrain.checkpoint.tensor_files import Gathered, is_local, read_part, spec_of
 from omnitrain.compute.precision import Dtypes, growth_interval
 from omnitrain.core.errors import CheckpointError, ConfigError, NonFiniteError
 from omnitrain.optim.build import has_modes, needs_closure
@@ -469,12 +469,11 @@ class Zero(DDP):
         return tensors
 
     def check_weights(self, tensors: Mapping[str, Any], where: str, absent: Collection[str] = ()) -> None:
-        present = {name: (name, (tuple(tensor.shape), tensor.dtype)) for name, tensor in self.model_tensors().items()}
+        specs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.model_tensors().items()}
         first = {id(tensor): bare_name(name) for name, tensor in unwrap(self.model).named_buffers()}
-        for name, tensor in unwrap(self.model).named_buffers(remove_duplicate=False):
-            if first[id(tensor)] in present:
-                present.setdefault(bare_name(name), present[first[id(tensor)]])
-        check_fit(present, tensors, where, absent=absent)
+        buffers = unwrap(self.model).named_buffers(remove_duplicate=False)
+        tied = {bare_name(name) for name, tensor in buffers if first[id(tensor)] in specs}
+        check_fit(specs, tensors, where, tied, absent)
 
     def load_weights(
         self, tensors: Mapping[str, torch.Tensor], where: str, extra: Mapping[str, Any], absent: Collection[str] = ()
@@ -498,11 +497,11 @@ class Zero(DDP):
         def read() -> None:
             for name in present:
                 if name not in parameters:
-                    buffers[name] = read_local(tensors, name)
+                    buffers[name] = read_part(tensors, name)
                 elif name not in in_turn:
                     parameter = parameters[name]
                     is_full = _is_gathered(parameter)
-                    values[name] = read_local(tensors, name) if is_full else _read_range(parameter, tensors, name)
+                    values[name] = read_part(tensors, name) if is_full else _read_range(parameter, tensors, name)
 
         self.ranks.run_on_all("the reading of weights", read)
         content = buffers | {name: from_json(value) for name, value in extra.items()}
@@ -589,7 +588,7 @@ class Zero(DDP):
             name, _, entry = key.rpartition("/")
             by_entry.setdefault(entry, []).append(name)
         numbers = {
-            entry: read_local(tensors, f"{names[0]}/{entry}")
+            entry: read_part(tensors, f"{names[0]}/{entry}")
             for entry, names in by_entry.items()
             if all(spec_of(tensors, f"{name}/{entry}")[0] == () for name in names)
         }

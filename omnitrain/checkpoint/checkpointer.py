@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -26,18 +27,18 @@ from omnitrain.checkpoint.contents import (
     group_options,
     resets_best,
 )
-from omnitrain.checkpoint.disk import check_free_space, check_writable
 from omnitrain.checkpoint.eval_weights import EvalWeights
 from omnitrain.checkpoint.fingerprints import IDENTITIES
-from omnitrain.checkpoint.history import HistoryEncoder
-from omnitrain.checkpoint.manifest import Check
+from omnitrain.checkpoint.manifest import find_with_shared_hashing
 from omnitrain.checkpoint.model_files import FROZEN
 from omnitrain.checkpoint.run_record import CONFIG_FILE, write_config
 from omnitrain.checkpoint.setting_changes import DECIDING, changed_options, changed_settings
 from omnitrain.checkpoint.store import Store
-from omnitrain.checkpoint.verifying import find_with_shared_hashing
+from omnitrain.checkpoint.tensor_files import total_bytes
 from omnitrain.checkpoint.writing import BackgroundSave, Writer
 from omnitrain.core.errors import CheckpointError, ConfigError, Tolerance, is_disk_error
+from omnitrain.core.files import check_free_space, check_writable
+from omnitrain.core.history import HistoryEncoder
 from omnitrain.core.paths import is_address, local_path
 from omnitrain.core.progress import Progress
 from omnitrain.distributed.ranks import Ranks
@@ -85,7 +86,7 @@ def locked(
 
 def finish_uploads(store: Store, ranks: Ranks) -> None:
     """Wait until the main rank has uploaded everything; raises its error on all ranks."""
-    ranks.on_main("the end of the uploads", lambda: _finish(store, ranks))
+    ranks.on_main("the end of the uploads", functools.partial(_finish, store, ranks))
 
 
 def _finish(store: Store, ranks: Ranks) -> None:
@@ -315,8 +316,8 @@ class Checkpointer:
         self._contents.check_states()
         if not self._trainer.ranks.is_main:
             return
-        sizes = [tensor.numel() * tensor.element_size() for tensor in files[state_dicts.WEIGHTS].values()]
-        needed = (1 if self._trainer.settings.save_only_model else 3) * sum(sizes)  # with Adam's two moments
+        copies = 1 if self._trainer.settings.save_only_model else 3  # with Adam's two moments
+        needed = copies * total_bytes(files[state_dicts.WEIGHTS])
         with Tolerance("The free space of the disk", "It is not known whether checkpoints fit."):
             warning = check_free_space(self.store.root, self.store.newest_size() or needed)
             if warning:
@@ -420,17 +421,9 @@ class Checkpointer:
                 raise ConfigError("`resume_from=True`: pass 'auto' (a fresh start if no checkpoint exists) or 'last'.")
             which = which if is_address(which) else local_path(which, "resume_from")
         store, ranks = self.store or Store(Path(which).parent), self._trainer.ranks
-        opened: list[Checkpoint] = []
-
-        def resolve(check: Check) -> Checkpoint | None:
-            def accept(folder: Path, content: dict[str, Any]) -> None:
-                opened.append(self._contents.open(folder, content, use))
-
-            # the last one that was accepted is the one that was chosen
-            return opened[-1] if store.resolve(which, accept, check) is not None else None
-
+        resolve = functools.partial(store.resolve, which, functools.partial(self._contents.open, use=use))
         with ranks.in_phase("load"):
-            checkpoint = find_with_shared_hashing(ranks, resolve)
+            _, checkpoint = find_with_shared_hashing(ranks, resolve) or (None, None)
         if use != "weights" and checkpoint is not None and checkpoint.content["only_model"]:
             raise CheckpointError(
                 f"{checkpoint.where} was saved with save_only_model=True: no run can continue from weights only. "

@@ -14,6 +14,7 @@ import importlib.metadata
 import logging
 import math
 import platform
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -29,12 +30,11 @@ from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.eval_weights import EvalWeights
 from omnitrain.checkpoint.fingerprints import Difference, find_differences, fingerprint_run, summarize_data
-from omnitrain.checkpoint.history import read_history
-from omnitrain.checkpoint.manifest import validate
+from omnitrain.checkpoint.manifest import read_history, validate
 from omnitrain.checkpoint.model_files import FROZEN, FrozenWeights
 from omnitrain.checkpoint.run_record import StartRecord, device_name, host
+from omnitrain.checkpoint.safetensors_header import find_tensor_files
 from omnitrain.checkpoint.setting_changes import GROUPING, InitialOptions, changed_settings, regroup_state
-from omnitrain.checkpoint.sharded_files import find_tensor_files
 from omnitrain.checkpoint.tensor_reader import Catalogue, TensorFile
 from omnitrain.compute.precision import growth_interval
 from omnitrain.compute.random_state import GENERATORS, derive_seed, seed_everything
@@ -263,7 +263,7 @@ class Contents:
             undo.pop_all()
         for group, options in zip(groups, state["groups"], strict=True):
             group |= options
-        self._restore_schedule(state, (), *fresh)
+        self._restore_schedule(state, (), fresh)
         self._restore_history(state, ())
 
     def capture_tensors(self) -> tuple[Files, dict[str, Any]]:
@@ -275,14 +275,16 @@ class Contents:
         frozen, only_model = self._frozen.excluded(), trainer.settings.save_only_model
         backend.sync_buffers()
         trained = backend.model_tensors()
-        eval_weights = self._eval_weights.transform(trained)
-        files = {state_dicts.WEIGHTS: {name: tensor for name, tensor in eval_weights.items() if name not in frozen}}
+        eval_weights = self._eval_weights.differing(trained)
+        files: Files = {state_dicts.WEIGHTS: {**trained, **eval_weights}}
+        for name in frozen:
+            del files[state_dicts.WEIGHTS][name]
         extra_state = state_dicts.extra_state(backend.model)
         payload: dict[str, Any] = {"extra_state": extra_state, "frozen": frozen, "only_model": only_model}
         if only_model:
             return files, payload
-        if training_only := {name: tensor for name, tensor in trained.items() if tensor is not eval_weights[name]}:
-            files[TRAINED] = training_only
+        if eval_weights:
+            files[TRAINED] = {name: trained[name] for name in eval_weights}
         files[OPTIMIZER], payload["optimizer"] = backend.optimizer_state()
         payload["optimizers"] = dict.fromkeys(backend.optimizers)  # None for the one that is saved as `optimizer`
         for name, optimizer in backend.optimizers.items():
@@ -393,7 +395,7 @@ class Contents:
                 trainer.backend.load_weights(trained, where, content["extra_state"], rest)
             undo.pop_all()
         self._restore_optimizer(checkpoint, changed)
-        self._restore_schedule(content, changed, *fresh)
+        self._restore_schedule(content, changed, fresh)
         if trainer.backend.scaler.is_enabled() and content["scaler"]:
             trainer.backend.scaler.load_state_dict(state_dicts.from_json(content["scaler"]))
             if "fp16_loss_scale" in changed:
@@ -430,14 +432,8 @@ class Contents:
         if trained := checkpoint.open(TRAINED):
             backend.check_weights(trained, *_trained_weights(checkpoint))
         if "optimizer" not in changed:
-            expected = {name: entry is None for name, entry in content["optimizers"].items()}
-            present = {name: entry is backend.optimizer for name, entry in backend.optimizers.items()}
-            if expected != present:
-                old, new = (", ".join(map(repr, names)) or "nothing" for names in (expected, present))
-                raise CheckpointError(
-                    f"{where} was saved with {old} in `self.optimizers`, and the trainer has {new} there. Give it the "
-                    "same names, in the same order."
-                )
+            if content["optimizers"] or backend.optimizers:
+                self._check_names_of_optimizers(content["optimizers"], where)
             if GROUPING.isdisjoint(changed):
                 state_dicts.check_groups(backend.names_by_group(), content["optimizer"]["groups"], where)
         if "algorithms" not in changed and len(content["algorithms"]) != len(trainer.algorithms):
@@ -447,6 +443,17 @@ class Contents:
             )
         if not resets_best(changed):
             self._lifecycle.objective.check_state(content["objective"])
+
+    def _check_names_of_optimizers(self, saved: Mapping[str, Any], where: str) -> None:
+        backend = self._trainer.backend
+        expected = {name: entry is None for name, entry in saved.items()}
+        present = {name: entry is backend.optimizer for name, entry in backend.optimizers.items()}
+        if expected != present:
+            old, new = (", ".join(map(repr, names)) or "nothing" for names in (expected, present))
+            raise CheckpointError(
+                f"{where} was saved with {old} in `self.optimizers`, and the trainer has {new} there. Give it the "
+                "same names, in the same order."
+            )
 
     def _check_state(self, checkpoint: Checkpoint, changed: Collection[str]) -> None:
         """Reject the states of optimizers, schedule and loss scaler that no run has left for these objects."""
@@ -486,7 +493,7 @@ class Contents:
             logger.warning("The optimizer has changed: it starts without the state of the saved one.")
             return
         # before loading overwrites them: options that were allowed to change keep their new values
-        fresh = [dict(group) for group in backend.groups]
+        fresh = list(map(dict, backend.groups))
         backend.load_optimizer(*self._saved_optimizer(checkpoint, changed, self._trainer.ranks), where)
         for part, (name, saved) in _optimizer_states(content).items():
             if part != OPTIMIZER:
@@ -520,18 +527,18 @@ class Contents:
 
     # --- the schedule
 
-    def _fresh_schedule(self) -> tuple[dict[str, Any], list[Any]]:
-        """Return the present state of the schedule, and the initial rates of it and its parts."""
+    def _fresh_schedule(self) -> list[dict[str, Any]]:
+        """Return the present attributes of the schedule and of its parts."""
         scheduler = self._trainer.lr_scheduler
         parts = [] if scheduler is None else [scheduler, *getattr(scheduler, "_schedulers", ())]
-        return dict(vars(scheduler)) if parts else {}, [getattr(part, "base_lrs", None) for part in parts]
+        return list(map(dict, map(vars, parts)))
 
     def _restore_schedule(
-        self, content: Mapping[str, Any], changed: Collection[str], fresh: dict[str, Any], initial_rates: list[Any]
+        self, content: Mapping[str, Any], changed: Collection[str], fresh: list[dict[str, Any]]
     ) -> None:
         """Apply the changed settings to a restored schedule; a named one continues at the same step of the new one.
 
-        The state of the schedule before, `fresh`, and the initial rates of its parts are from `_fresh_schedule`.
+        Its attributes before, `fresh`, are from `_fresh_schedule`.
         """
         scheduler = self._trainer.lr_scheduler
         if scheduler is None:
@@ -543,10 +550,10 @@ class Contents:
         parts = [scheduler, *getattr(scheduler, "_schedulers", ())]
         if "lr_scheduler_options" in changed:
             previous, current = content["settings"]["lr_scheduler_options"] or {}, self._initial.schedule or {}
-            vars(scheduler).update({key: fresh[key] for key in current if current[key] != previous.get(key)})
+            vars(scheduler).update({key: fresh[0][key] for key in current if current[key] != previous.get(key)})
         has_new_rates = not {"learning_rate", "optimizer_groups", *GROUPING}.isdisjoint(changed)
-        for part, rates in zip(parts, initial_rates, strict=True):
-            if rates is not None:
+        for part, attributes in zip(parts, fresh, strict=True):
+            if (rates := attributes.get("base_lrs")) is not None:
                 part.base_lrs = rates if has_new_rates else state_dicts.like(part.base_lrs, rates)
         previous, current = content["settings"], self._trainer.resolved_config()
         lengths = [_format_length(settings) for settings in (previous, current)]
@@ -591,10 +598,7 @@ class Contents:
         if checkpoint.content["settings"]["seed"] != seed:
             return  # it was allowed to change
         alike = ranks.world_size // ranks.data.size  # ranks that have the same samples
-        saved = ranks.scatter(
-            "the random numbers of a checkpoint",
-            lambda: [state for state in _generators(checkpoint) for _ in range(alike)],
-        )
+        saved = ranks.scatter("the random numbers of a checkpoint", functools.partial(_generators, checkpoint, alike))
         if saved is not None:
             state_dicts.restore_rng_tensors(*saved, self._trainer.device)
         # derived from the step, so that two resumes on as many ranks draw the same numbers
@@ -787,15 +791,16 @@ def _trained_weights(checkpoint: Checkpoint) -> tuple[str, set[str]]:
     return repr(str(checkpoint.folder / TRAINED)), {*weights, *checkpoint.content["frozen"]} - trained.keys()
 
 
-def _generators(checkpoint: Checkpoint) -> list[tuple[dict[str, torch.Tensor], Any]]:
-    """Return the states of the generators of each rank, in the form of `state_dicts.rng_tensors`."""
-    saved, tensors = checkpoint.content["rng"], checkpoint.open(RNG)
-    by_rank: list[dict[str, torch.Tensor]] = [{} for _ in saved]
+def _generators(checkpoint: Checkpoint, repeats: int = 1) -> list[tuple[dict[str, torch.Tensor], Any]]:
+    """Return the states of the generators of each rank, as of `state_dicts.rng_tensors`, each `repeats` times."""
+    tensors, states = checkpoint.open(RNG), list[tuple[dict[str, torch.Tensor], Any]]()
+    by_rank = defaultdict[str, dict[str, torch.Tensor]](dict)
     for name, tensor in tensors.read_tensors(list(tensors)).items():  # opened once for all ranks
         rank, _, generator = name.partition("/")
-        if rank.isdecimal() and int(rank) < len(saved):
-            by_rank[int(rank)][generator] = tensor
-    return list(zip(by_rank, saved, strict=True))
+        by_rank[rank][generator] = tensor
+    for rank, rest in enumerate(checkpoint.content["rng"]):
+        states += [(by_rank[str(rank)], rest)] * repeats
+    return states
 
 
 @functools.cache

@@ -60,11 +60,11 @@ class EvalWeights:
         """Return the present weights for evaluations by name."""
         return self.transform(self._backend.model_tensors())
 
-    def differing(self) -> dict[str, Any]:
-        """Return those that differ from the weights in training by name."""
+    def differing(self, trained: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return those that differ from the weights in training, which are the present ones, by name."""
         if self.are_loaded or not (self._transforms or self._optimizers_in_training):
             return {}
-        trained = self._backend.model_tensors()
+        trained = self._backend.model_tensors() if trained is None else trained
         return {name: weight for name, weight in self.transform(trained).items() if weight is not trained[name]}
 
     # --- optimizers with a mode for training and one for evaluations

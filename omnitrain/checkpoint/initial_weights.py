@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from omnitrain.checkpoint.manifest import MANIFEST, Check, check_hashes, validate
+from omnitrain.checkpoint.manifest import MANIFEST, Check, check_hashes, find_with_shared_hashing, validate
 from omnitrain.checkpoint.remote import local_copy
-from omnitrain.checkpoint.sharded_files import find_tensor_files
+from omnitrain.checkpoint.safetensors_header import find_tensor_files
 from omnitrain.checkpoint.state_dicts import (
     ADAPTER,
     WEIGHTS,
@@ -31,7 +31,6 @@ from omnitrain.checkpoint.state_dicts import (
 )
 from omnitrain.checkpoint.store import Store, is_pointer
 from omnitrain.checkpoint.tensor_files import Spec, TensorFile, spec_of
-from omnitrain.checkpoint.verifying import find_with_shared_hashing
 from omnitrain.core.errors import CheckpointError, ConfigError, format_list
 from omnitrain.core.paths import is_address
 from omnitrain.distributed.ranks import Ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,10 @@ def resolve_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
     return folder, store.verify(folder, accept=check_content)
 
 
-def check_content(folder: Path, content: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError for a checkpoint whose omnitrain.json or tensor headers no run can have written."""
+def check_content(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content; raise a CheckpointError if no run can have written it, or the headers of the tensors."""
     validate(content, repr(str(folder)), complete=False)
     for name in content["files"]:
         if name.endswith(".safetensors"):
             read_header(folder / name)
+    return content

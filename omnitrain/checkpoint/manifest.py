@@ -15,21 +15,30 @@ import reprlib
 import stat
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from omnitrain.checkpoint.disk import FileEntry, hashing
 from omnitrain.core.errors import CheckpointError
-from omnitrain.core.files import is_inside, open_regular, unique_keys
+from omnitrain.core.files import FileEntry, hashing, is_inside, open_regular, read_or_none, unique_keys
 from omnitrain.core.history import TABLES
+
+if TYPE_CHECKING:
+    from omnitrain.distributed.ranks import Ranks
+
+T = TypeVar("T")
 
 FORMAT_VERSION = 1
 MANIFEST = "omnitrain.json"
+HISTORY = "history.jsonl"
 # The most bytes of omnitrain.json that are read.
 LARGEST_MANIFEST = 1 << 28
 # How deeply lists and dicts may be nested; those of a run are about ten levels deep.
 _DEPTH = 100
+# The least bytes of files that are hashed by several ranks.
+_MIN_SHARED_BYTES = 1 << 28
+_REQUEST = "the files of a checkpoint to hash"
 _ZEROS = "0" * 64
 
 
@@ -60,6 +69,8 @@ class CheckpointInfo:
 
 Check = Callable[[Path, Mapping[str, FileEntry]], None]
 """Raises a CheckpointError if the content of a file in a folder has changed."""
+Place = tuple[str | int, ...]
+"""The keys and indices that lead to a value in omnitrain.json."""
 
 # --- checking values
 
@@ -80,7 +91,7 @@ class Rule:
     limits: tuple[float, float] | None = None
     form: str = ""
 
-    def __call__(self, value: Any, where: str) -> None:
+    def __call__(self, value: Any, where: Place) -> None:
         """Raise a ValueError if a value is not accepted; `where` is its path in the file."""
         fits = type(value) in self.types  # True is no number
         if fits and self.limits is not None:
@@ -105,7 +116,7 @@ class Optional:
     kind: Any
 
 
-def check_value(value: Any, kind: Any, where: str = "") -> None:
+def check_value(value: Any, kind: Any, where: Place = ()) -> None:
     """Reject a value of another type.
 
     Args:
@@ -125,29 +136,30 @@ def check_value(value: Any, kind: Any, where: str = "") -> None:
         _OBJECT(value, where)
         for key, inner in value.items():
             if key not in kind and ... not in kind:
-                raise ValueError(f"the unknown key {_join(where, key)}")
-            check_value(inner, kind[key if key in kind else ...], _join(where, key))
+                raise ValueError(f"the unknown key {_format_path((*where, key))}")
+            check_value(inner, kind[key if key in kind else ...], (*where, key))
         for key in kind:
             if key is not ... and key not in value and not isinstance(kind[key], Optional):
-                raise ValueError(f"no {_join(where, key)}")
+                raise ValueError(f"no {_format_path((*where, key))}")
     elif isinstance(kind, list | tuple):
         is_row = isinstance(kind, tuple)
         _LIST(value, where)
         if is_row and len(value) != len(kind):
             raise _wrong(value, where, f"a list of {len(kind)}")
         for index, (inner, inner_kind) in enumerate(zip(value, kind if is_row else kind * len(value), strict=True)):
-            check_value(inner, inner_kind, f"{where}[{index}]")
+            check_value(inner, inner_kind, (*where, index))
     elif kind is not Any:
         rule: Any = _RULES.get(kind, kind)
         rule(value, where)
 
 
-def _wrong(value: Any, where: str, expected: str) -> ValueError:
-    return ValueError(f"{where} = {reprlib.repr(value)}, where {expected} was expected")
+def _wrong(value: Any, where: Place, expected: str) -> ValueError:
+    return ValueError(f"{_format_path(where)} = {reprlib.repr(value)}, where {expected} was expected")
 
 
-def _join(where: str, key: str) -> str:
-    return f"{where}.{key}".lstrip(".") if key.isidentifier() else f"{where}[{reprlib.repr(key)}]"
+def _format_path(where: Place) -> str:
+    keys = [f".{key}" if str(key).isidentifier() else f"[{reprlib.repr(key)}]" for key in where]
+    return "".join(keys).lstrip(".")
 
 
 def _whole(least: int, most: int = 2**63 - 1) -> Rule:
@@ -158,13 +170,13 @@ def _text(form: str, expected: str) -> Rule:
     return Rule((str,), expected, form=form)
 
 
-def _check_number(value: Any, where: str) -> None:
+def _check_number(value: Any, where: Place) -> None:
     """Reject what is no number; infinities and NaN may be tagged."""
     if value not in _NONFINITE:
         _NUMBER(value, where)
 
 
-def _check_tagged(value: Any, where: str) -> None:
+def _check_tagged(value: Any, where: Place) -> None:
     """Reject what is not from `state_dicts.to_json`: an object with a tag has nothing else."""
     if isinstance(value, list):
         check_value(value, [_check_tagged], where)
@@ -173,7 +185,7 @@ def _check_tagged(value: Any, where: str) -> None:
         check_value(value, _TAGS[tags.pop()] if tags else {...: _check_tagged}, where)
 
 
-def _check_key(value: Any, where: str) -> None:
+def _check_key(value: Any, where: Place) -> None:
     """Reject what cannot be a key of a dict."""
     if isinstance(value, dict) and value.keys() == {"__tuple__"}:
         check_value(value["__tuple__"], [_check_key], where)
@@ -181,7 +193,7 @@ def _check_key(value: Any, where: str) -> None:
         raise _wrong(value, where, "the key of a dict")
 
 
-def _check_state(value: Any, where: str) -> None:
+def _check_state(value: Any, where: Place) -> None:
     """Reject what is not from `state_dicts.to_json` for a dict."""
     _OBJECT(value, where)
     if not value.keys().isdisjoint(_TAGS.keys() - {"__dict__"}):
@@ -192,7 +204,7 @@ def _check_state(value: Any, where: str) -> None:
 _NONFINITE = ({"__float__": "nan"}, {"__float__": "inf"}, {"__float__": "-inf"})
 _OBJECT, _LIST = Rule((dict,), "an object"), Rule((list,), "a list")
 _NUMBER = Rule((int, float), "a number")
-_RULES: dict[Any, Callable[[Any, str], None]] = {
+_RULES: dict[Any, Callable[[Any, Place], None]] = {
     int: _whole(0),
     float: Rule((int, float), "a finite number", (-sys.float_info.max, sys.float_info.max)),
     bool: Rule((bool,), "true or false"),
@@ -479,3 +491,96 @@ def inspect(folder: Path, hashes: bool, check: Check = check_hashes) -> dict[str
     if hashes:
         check(folder, content["files"])
     return content
+
+
+def read_history(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `metrics` of a checkpoint, with the rows of its history.
+
+    Args:
+        folder: The folder of the checkpoint.
+        content: Its omnitrain.json.
+
+    Raises:
+        CheckpointError: If the file of the rows is invalid.
+    """
+    tables: dict[str, list[Any]] = {name: [] for name in TABLES}
+    metrics = {**content["metrics"], **tables}
+    counts = metrics.pop("rows")
+    number = 0
+    try:
+        with open_regular(folder / HISTORY) as file:
+            lines = file.read().splitlines()
+        for line in lines:
+            number += 1
+            ((name, entry),) = json.loads(line).items()
+            check_limits(entry)
+            check_value(entry, ROW, (name,))
+            tables[name].append(entry)
+        for name, rows in tables.items():
+            if len(rows) != counts.get(name, 0):
+                raise ValueError(f"its rows are not the expected {counts}")
+    except OSError as error:
+        raise CheckpointError(f"{str(folder / HISTORY)!r} cannot be read: {error}. Use another checkpoint.") from error
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{str(folder)!r} is damaged: line {number} of {HISTORY!r} is not a row of a history "
+            f"({type(error).__name__}: {error}). Use another checkpoint."
+        ) from None
+    return metrics
+
+
+# --- hashing by all ranks
+
+
+def find_with_shared_hashing(ranks: Ranks, find: Callable[[Check], T]) -> T:
+    """Return the result of `find`, which runs on the main rank while all ranks hash; all of them raise its error.
+
+    Args:
+        ranks: The ranks; all of them call this.
+        find: Gets a function that hashes the files of a checkpoint, and may call it for several checkpoints.
+    """
+    if ranks.world_size == 1:
+        return find(check_hashes)
+
+    def check(folder: Path, files: Mapping[str, FileEntry]) -> None:
+        manifest, size = read_or_none(folder / MANIFEST), sum(entry["size"] for entry in files.values())
+        if size < _MIN_SHARED_BYTES or manifest is None:
+            check_hashes(folder, files)
+            return
+        digest = hashlib.sha256(manifest).digest()
+        ranks.on_main(_REQUEST, lambda: (folder, dict(files), digest))
+        _hash_share(ranks, folder, files, digest)
+
+    outcome: Future[T] = Future()
+    if ranks.is_main:
+        try:
+            outcome.set_result(find(check))
+        except Exception as error:
+            outcome.set_exception(error)
+        ranks.on_main(_REQUEST, lambda: None)
+    else:
+        while request := cast(Any, ranks.on_main(_REQUEST, lambda: None)):
+            _hash_share(ranks, *request)
+    return ranks.on_main("the choice of a checkpoint", outcome.result)
+
+
+def _hash_share(ranks: Ranks, folder: Path, files: Mapping[str, FileEntry], manifest_digest: bytes) -> None:
+    """Hash this rank's share of the files; on the main rank raise the error of any rank."""
+    # a folder of this name on another machine may hold a different checkpoint
+    has_files = ranks.is_main or hashlib.sha256(read_or_none(folder / MANIFEST) or b"").digest() == manifest_digest
+    flags = ranks.gather("a look at a checkpoint", has_files)
+    loads = {rank: 0 for rank, flag in enumerate(flags) if flag}
+    share: dict[str, FileEntry] = {}
+    for name, entry in sorted(files.items(), key=lambda file: (-file[1]["size"], file[0])):
+        rank = min(loads, key=loads.__getitem__)
+        loads[rank] += entry["size"]
+        if rank == ranks.rank:
+            share[name] = entry
+    message = ""
+    try:
+        check_hashes(folder, share)
+    except CheckpointError as error:
+        message = str(error)
+    messages = list(filter(None, ranks.gather("the hashes of a checkpoint", message)))
+    if messages and ranks.is_main:
+        raise CheckpointError(messages[0])

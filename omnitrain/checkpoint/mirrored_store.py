@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from omnitrain.checkpoint.lock import LOCK
-from omnitrain.checkpoint.manifest import MANIFEST, SAVE_ORDER, Check, CheckpointInfo, check_hashes
+from omnitrain.checkpoint.manifest import (
+    MANIFEST,
+    SAVE_ORDER,
+    Check,
+    CheckpointInfo,
+    check_hashes,
+    read_manifest,
+)
 from omnitrain.checkpoint.remote import (
     FOLDER,
     RemoteCheckpoint,
@@ -190,7 +197,7 @@ class MirroredStore(Store):
 
     def resolve(
         self, which: str | os.PathLike[str], accept: Accept | None = None, check: Check = check_hashes
-    ) -> tuple[Path, dict[str, Any]] | None:
+    ) -> tuple[Path, Any] | None:
         """Return a verified checkpoint as `Store.resolve` does, downloading it if the remote one is newer.
 
         `which` can also be an address, of this run or another.
@@ -202,13 +209,13 @@ class MirroredStore(Store):
         if which not in ("auto", "last", "best"):
             return super().resolve(which, accept, check)
         copies = self._copies()
-        local: tuple[Path, dict[str, Any]] | None = None
+        local: tuple[Path, Any] | None = None
         problem: CheckpointError | None = None
         try:
             local = super().resolve(which, accept, check)
         except CheckpointError as error:
             problem = error
-        order = (-1, -1) if local is None else (local[1]["sequence"], local[1]["step"])
+        order = (-1, -1) if local is None else SAVE_ORDER(CheckpointInfo.from_manifest(read_manifest(local[0])))
         with wrap_store_errors(self.remote, "read"):
             candidates = self.remote.candidates(str(which), copies, local_step=order[1])
         newer = [copy for copy in candidates if SAVE_ORDER(copy.info) > order]

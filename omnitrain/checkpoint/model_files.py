@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from omnitrain.backends.backend import Backend
-from omnitrain.checkpoint.sharded_files import find_tensor_files
+from omnitrain.checkpoint.safetensors_header import find_tensor_files
 from omnitrain.checkpoint.state_dicts import (
     ADAPTER,
     WEIGHTS,

@@ -30,7 +30,6 @@ from typing import Any, TypeVar
 
 from rich.filesize import decimal as format_bytes
 
-from omnitrain.checkpoint.disk import FileEntry
 from omnitrain.checkpoint.lock import LOCK
 from omnitrain.checkpoint.manifest import (
     LARGEST_MANIFEST,
@@ -41,7 +40,7 @@ from omnitrain.checkpoint.manifest import (
     parse_manifest,
 )
 from omnitrain.core.errors import CheckpointError, ConfigError, MissingExtraError, OmnitrainError
-from omnitrain.core.files import create_file, is_inside
+from omnitrain.core.files import FileEntry, create_file, is_inside
 from omnitrain.core.paths import local_folder
 from omnitrain.core.secrets import mask_text
 

@@ -1,4 +1,4 @@
-"""Headers of safetensors files, without torch."""
+"""Names and headers of safetensors files, without torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import math
 import operator
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,3 +83,33 @@ def read_header(path: Path) -> Header:
             "Use another checkpoint."
         ) from None
     return Header(entries, size, hashlib.sha256(text).hexdigest()[:16])
+
+
+def shard_folder(file: str) -> str:
+    """Return the folder for the shards of a file of a checkpoint.
+
+    >>> shard_folder("model.safetensors"), shard_folder("optimizer/state.safetensors")
+    ('model', 'optimizer')
+    """
+    return file.removesuffix(".safetensors").removesuffix("/state")
+
+
+def find_tensor_files(folder: Path, manifest_files: Iterable[str], file: str) -> list[Path]:
+    """Return the files of a checkpoint that have the tensors of one file, sharded or not.
+
+    Args:
+        folder: The folder of the checkpoint.
+        manifest_files: The names under "files" in its omnitrain.json.
+        file: The name that it has if it is not sharded, such as "model.safetensors".
+
+    Returns:
+        The files in order; none if the checkpoint has no such part.
+    """
+    names, part = sorted(manifest_files), shard_folder(file)
+    if file in names:
+        return [folder / file]
+    if f"{part}.safetensors.index.json" in names:
+        pattern = re.compile(re.escape(part) + r"-\d{5,}-of-\d{5,}\.safetensors")
+    else:
+        pattern = re.compile(re.escape(part) + r"/rank-\d{5,}(\.\d+)?\.safetensors")
+    return [folder / name for name in names if pattern.fullmatch(name)]

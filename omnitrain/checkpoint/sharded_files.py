@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from omnitrain.checkpoint.disk import FileEntry, FileSystem
 from omnitrain.checkpoint.safetensors_header import SHARDING
 from omnitrain.checkpoint.tensor_files import (
     Block,
@@ -27,6 +25,7 @@ from omnitrain.checkpoint.tensor_files import (
     spec_of,
 )
 from omnitrain.checkpoint.tensor_reader import TensorFile, rectangles, size_of
+from omnitrain.core.files import FileEntry, FileSystem
 
 # The most bytes of tensors in a consolidated file, unless a single tensor has more.
 LARGEST_FILE = 5 * 10**9
@@ -114,39 +113,6 @@ def write_shards(blocks: Mapping[str, list[Block]], folder: Path, rank: int, fs:
         tensors = {name: block.tensor for name, block in parts.items()}
         entries[path.name] = fs.write(path, file_content(tensors, metadata=metadata))
     return entries
-
-
-# --- names of files
-
-
-def shard_folder(file: str) -> str:
-    """Return the folder for the shards of a file of a checkpoint.
-
-    >>> shard_folder("model.safetensors"), shard_folder("optimizer/state.safetensors")
-    ('model', 'optimizer')
-    """
-    return file.removesuffix(".safetensors").removesuffix("/state")
-
-
-def find_tensor_files(folder: Path, manifest_files: Iterable[str], file: str) -> list[Path]:
-    """Return the files of a checkpoint that have the tensors of one file, sharded or not.
-
-    Args:
-        folder: The folder of the checkpoint.
-        manifest_files: The names under "files" in its omnitrain.json.
-        file: The name that it has if it is not sharded, such as "model.safetensors".
-
-    Returns:
-        The files in order; none if the checkpoint has no such part.
-    """
-    names, part = sorted(manifest_files), shard_folder(file)
-    if file in names:
-        return [folder / file]
-    if f"{part}.safetensors.index.json" in names:
-        pattern = re.compile(re.escape(part) + r"-\d{5,}-of-\d{5,}\.safetensors")
-    else:
-        pattern = re.compile(re.escape(part) + r"/rank-\d{5,}(\.\d+)?\.safetensors")
-    return [folder / name for name in names if pattern.fullmatch(name)]
 
 
 # --- consolidating

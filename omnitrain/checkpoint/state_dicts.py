@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import itertools
 import math
+import operator
 import random
 import reprlib
 from collections import Counter, defaultdict
@@ -21,12 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from omnitrain.checkpoint.tensor_files import (
-    Spec,
-    read_like,
-    read_local,
-    spec_of,
-)
+from omnitrain.checkpoint.tensor_files import Spec, TensorFile, read_part, spec_of
 from omnitrain.core.errors import CheckpointError
 from omnitrain.data.streams import mismatches
 from omnitrain.distributed.ranks import Ranks
@@ -129,14 +125,13 @@ def load_weights(
     content: dict[str, Any] = {}
 
     def read() -> None:
-        names = set()
+        unread = dict.fromkeys(tensors)
         for name, target, first in _named_tensors(model):
-            names.add(name)
+            unread.pop(name, None)
             if first in tensors:
-                content[name] = read_like(tensors, first, target)
-        for name in tensors:
-            if name not in names:
-                content[name] = read_local(tensors, name)
+                content[name] = read_part(tensors, first, target)
+        for name in unread:  # custom loading code handles them
+            content[name] = read_part(tensors, name)
 
     # everything is read before anything is changed: an unreadable file leaves the model as it was
     ranks.run_on_all("the reading of weights", read)
@@ -155,9 +150,10 @@ def load_with_custom_hooks(
     """
     bare = unwrap(model)
     unshare_elements((*bare.parameters(), *bare.buffers()))  # a forward pass may have expanded a buffer since
-    present = bare.state_dict()
-    raw = {bare_name(name): name for name in present}
-    content = {raw.get(name, name): value for name, value in content.items()}
+    present, content = bare.state_dict(), dict(content)
+    for name in present:
+        if name not in content and bare_name(name) in content:
+            content[name] = content.pop(bare_name(name))
     loads = getattr(bare.load_state_dict, "__func__", None)
     accepted = inspect.signature(bare.load_state_dict).parameters
     is_strict = loads is nn.Module.load_state_dict or "strict" in accepted
@@ -192,7 +188,7 @@ def is_expanded(tensor: torch.Tensor) -> bool:
     """
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return False
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return 0 in tensor.detach().squeeze().stride()  # which dimensions of size 1 may have, too
 
 
 def unshare_elements(tensors: Iterable[torch.Tensor]) -> None:
@@ -233,45 +229,40 @@ def check_weights(model: nn.Module, tensors: Mapping[str, Any], where: str, abse
     Raises:
         CheckpointError: If one is missing, left over, of another shape, or of a dtype that would lose precision.
     """
-    bare = unwrap(model)
-    parameters = {bare_name(name) for name, _ in bare.named_parameters(remove_duplicate=False)}
-    modules = [(bare_name(name), module) for name, module in bare.named_modules()]
-    prefixes = tuple([f"{name}." if name else "" for name, module in modules if has_custom_loader(module)])
-    expected: dict[str, tuple[str, Spec]] = {}
-    loader_names = set[str]()
+    bare, prefixes, specs, further = unwrap(model), tuple[str, ...](), dict[str, Spec](), set[str]()
+    for name, module in bare.named_modules():
+        if has_custom_loader(module):
+            prefixes += (f"{bare_name(name)}." if name else "",)
+    parameters = set(map(bare_name, dict(bare.named_parameters(remove_duplicate=False))))
     for name, tensor, first in _named_tensors(model):
+        further.add(name)
         if name in parameters or not name.startswith(prefixes):
-            expected[name] = first, (tuple(tensor.shape), tensor.dtype)
-        else:
-            loader_names.add(name)
-    for name in tensors:  # such a module may save more, or fewer, tensors than it has now
-        if name not in parameters and name.startswith(prefixes):
-            loader_names.add(name)
-    check_fit(expected, tensors, where, loader_names, absent)
+            specs[first] = tuple(tensor.shape), tensor.dtype
+    if prefixes:  # such a module may save more, or fewer, buffers than it has now
+        further |= {name for name in tensors if name.startswith(prefixes)} - parameters
+    check_fit(specs, tensors, where, further, absent)
 
 
 def check_fit(
-    expected: Mapping[str, tuple[str, Spec]],
+    specs: Mapping[str, Spec],
     tensors: Mapping[str, Any],
     where: str,
-    loaders: Collection[str] = (),
+    further: Collection[str] = (),
     absent: Collection[str] = (),
 ) -> None:
     """Reject tensors that do not fit a model, as `check_weights` does.
 
-    For each name in the model, `expected` has the first name of the same tensor, its shape and its dtype; custom
-    loading code handles the names `loaders`, with any content.
+    Besides those with shape and dtype in `specs`, the tensors may have the names in `further`, with any content.
     """
-    first_names = {first for first, _ in expected.values()}
-    missing = sorted(first_names - tensors.keys() - set(absent))
-    left_over = sorted({*tensors, *absent} - expected.keys() - set(loaders))
+    missing = sorted(specs.keys() - tensors.keys() - set(absent))
+    left_over = sorted({*tensors, *absent} - specs.keys() - set(further))
     if missing or left_over:
         raise CheckpointError(
             f"{where} does not fit the model: missing {missing[:5]}, not in the model {left_over[:5]}. "
             "Build the model as it was built for that run."
         )
-    for name, (first, (shape, dtype)) in expected.items():
-        if name != first or name not in tensors:
+    for name, (shape, dtype) in specs.items():
+        if name not in tensors:
             continue
         saved_shape, saved_dtype = spec_of(tensors, name)
         if saved_shape != shape:
@@ -376,40 +367,40 @@ def restore_optimizer(
         CheckpointError: As for `check_optimizer`.
     """
     known, names = check_optimizer(optimizer, model, tensors, saved, where), parameter_names(model)
-    parameters = {names[id(parameter)]: parameter for group in optimizer.param_groups for parameter in group["params"]}
-    optimizer.state.clear()  # before reading the new state: there may not be room for both
-    state: dict[str, dict[str, Any]] = from_json(saved["rest"], tensors)
     nested = check_references([saved["rest"], saved["shared"], saved.get("own")], tensors, where)
-    for key in tensors:  # in their order, as reading may be collective
+    entries_of = defaultdict[str, list[str]](list)
+    for key in tensors:
         if key not in nested:
             name, _, entry = key.rpartition("/")
-            tensor, spec = read_like(tensors, key, parameters[name]), known[name].specs.get(entry)
-            state.setdefault(name, {})[entry] = tensor if spec is None else tensor.to(spec[1])
-    groups, entries = [], {}
-    numbers = itertools.count()  # PyTorch's state_dict numbers parameters over all groups
+            entries_of[name].append(entry)
+    optimizer.state.clear()  # before reading the new state: there may not be room for both
+    groups, state, restored = [], from_json(saved["shared"], tensors), list[tuple[nn.Parameter, dict[str, Any]]]()
     for present, options in zip(optimizer.param_groups, saved["groups"], strict=True):
         # options of this version of the optimizer that the saved one did not have keep their values
         groups.append({**present, "params": []})
         for key in options.keys() - {"params", *IMPLEMENTATION}:
             groups[-1][key] = like(from_json(options[key]), present.get(key))
-        for parameter, number in zip(present["params"], numbers, strict=False):
+        for parameter in present["params"]:
+            number, name = len(restored), names[id(parameter)]  # PyTorch numbers parameters over all groups
             groups[-1]["params"].append(number)
-            if values := state.get(name := names[id(parameter)]):
-                # as the optimizer lists them after a step; a file has its tensors in another order
-                order = (*saved["rest"].get(name, ()), *known[name].specs, *values)
-                entries[number] = {key: values[key] for key in order if key in values}
+            values, specs = from_json(saved["rest"].get(name, {}), tensors), known[name].specs
+            # as the optimizer lists them after a step; a file has its tensors in another order
+            for entry in sorted(entries_of[name], key=[*specs, *entries_of[name]].index):
+                tensor = read_part(tensors, f"{name}/{entry}", parameter)
+                values[entry] = tensor if entry not in specs else tensor.to(specs[entry][1])
+            restored.append((parameter, values))
+            if values:
+                state[number] = values
     # as torch's own loading does, place each tensor on the device of its parameter
-    shared = from_json(saved["shared"], tensors)
-    devices, custom = {parameter.device for parameter in parameters.values()}, {}
-    for key in sorted(check_references([saved.get("own")], tensors, where)):
-        tensor = tensors[key]
-        # numbers, such as counts, stay on the host
-        custom[key] = tensor.to(*devices) if len(devices) == 1 and tensor.dim() else tensor
-    extra = from_json(saved.get("own", {}), custom)
-    optimizer.load_state_dict({"state": {**shared, **entries}, "param_groups": groups, **extra})
-    for name, parameter in parameters.items():
+    extra, custom = saved.get("own", {}), dict[str, torch.Tensor]()
+    for key in sorted(check_references([extra], tensors, where)):
+        custom[key], devices = tensors[key], {parameter.device for parameter, _ in restored}
+        if len(devices) == 1 and custom[key].dim():  # numbers, such as counts, stay on the host
+            custom[key] = custom[key].to(devices.pop())
+    optimizer.load_state_dict({"state": state, "param_groups": groups, **from_json(extra, custom)})
+    for parameter, values in restored:
         loaded = optimizer.state.get(parameter, {})
-        for key, tensor in state.get(name, {}).items():
+        for key, tensor in values.items():
             if not isinstance(tensor, torch.Tensor):
                 continue
             if loaded[key].dtype != tensor.dtype:
@@ -475,15 +466,17 @@ _ROUNDING = 1e-9
 _BOOKKEEPING = {"step", "eta", "mu", "mu_product"}
 
 
-def check_numbers(tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -> None:
+def check_numbers(tensors: TensorFile, saved: Any, where: str) -> None:
     """Reject single numbers of an optimizer's state that would spoil all further steps: NaN, or a negative count.
 
     Other tensors are not read.
     """
-    numbers = {}
+    names, numbers = [], {}
     for key in tensors:
-        if key.rpartition("/")[2] in _BOOKKEEPING and spec_of(tensors, key)[0] == ():
-            numbers[key] = tensors[key].item()
+        if key.rpartition("/")[2] in _BOOKKEEPING and tensors.spec_of(key)[0] == ():
+            names.append(key)
+    for key, number in tensors.read_tensors(names).items():
+        numbers[key] = number.item()
     for name, entries in saved["rest"].items():
         for key in entries.keys() & _BOOKKEEPING:
             numbers[f"{name}/{key}"] = from_json(entries[key], tensors)
@@ -571,18 +564,18 @@ def state_specs(optimizer: torch.optim.Optimizer) -> dict[int, ParamState]:
     """
     states: dict[int, ParamState] = {}
     for group in optimizer.param_groups:
-        # without torch.optim.Optimizer and object
-        kinds = stepping_class(optimizer, group).__mro__[:-2]
-        steps = [inspect.unwrap(vars(cls)["step"]) for cls in kinds if "step" in vars(cls)]
+        kind: Any = stepping_class(optimizer, group)
+        step = inspect.unwrap(kind.step)
         # by module, not by class: a subclass that inherits the step allocates the same state
-        known = next((step for step in steps if step.__module__.startswith("torch.optim.")), None)
-        is_custom = known is None or known is not steps[0]
+        is_custom = not step.__module__.startswith("torch.optim.")
+        if is_custom:
+            bases = [cls for cls in kind.__mro__ if cls.__module__.startswith("torch.optim.")]
+            step = inspect.unwrap(bases[0].step) if bases and group.get("fused") else None
         fresh: dict[Any, dict[str, Spec]] = {}
         for parameter in group["params"]:
             specs, key = _specs(optimizer.state.get(parameter, {})), (parameter.shape, parameter.dtype)
             if key not in fresh:
-                is_taken = known is not None and (group.get("fused") or not is_custom)
-                fresh[key] = _specs_after_step(optimizer, known, group, parameter) if is_taken else {}
+                fresh[key] = {} if step is None else _specs_after_step(optimizer, step, group, parameter)
             states[id(parameter)] = ParamState(specs | fresh[key], () if is_custom else (fresh[key] or specs).keys())
     return states
 
@@ -632,7 +625,7 @@ def check_like(value: Any, present: Any, what: str, where: str, required: Collec
 
 def check_groups(present: list[list[str]], saved: Iterable[Mapping[str, Any]], where: str) -> None:
     """Reject groups of an optimizer, by names of their parameters, that hold others than the saved groups."""
-    expected = [group["params"] for group in saved]
+    expected = list(map(operator.itemgetter("params"), saved))
     if list(map(sorted, present)) != list(map(sorted, expected)):
         changed = sorted(set(itertools.chain(*present)) ^ set(itertools.chain(*expected)))
         raise CheckpointError(

@@ -10,8 +10,8 @@
     checkpoint-120.deleting                being deleted: never read, removed by the next save
     <root>/run.lock                           names the run that writes here: see `lock.py`
 
-`manifest.py` writes omnitrain.json and verifies files; all changes of the disk go through `disk.py`. The meaning of the
-files (tensors, names, settings) belongs to `contents.py`. No torch.
+`manifest.py` writes omnitrain.json and verifies files; all changes of the disk go through `FileSystem`. The meaning of
+the files (tensors, names, settings) belongs to `contents.py`. No torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omnitrain.checkpoint.disk import BY_NAME, FileEntry, FileSystem, hashing, list_tree
 from omnitrain.checkpoint.lock import Lock
 from omnitrain.checkpoint.manifest import (
     MANIFEST,
@@ -41,7 +40,7 @@ from omnitrain.checkpoint.manifest import (
 )
 from omnitrain.checkpoint.remote import local_copy
 from omnitrain.core.errors import CheckpointError, is_disk_error
-from omnitrain.core.files import open_regular
+from omnitrain.core.files import BY_NAME, FileEntry, FileSystem, hashing, list_tree, open_regular
 from omnitrain.core.paths import is_address
 
 logger: logging.Logger = logging.getLogger("omnitrain")
@@ -55,8 +54,8 @@ _MAX_NAME_LENGTH = 255
 
 Entries = Mapping[str, list[tuple[int, Path]]]
 """Step and path of the folders of checkpoints, by the suffix of their names."""
-Accept = Callable[[Path, dict[str, Any]], object]
-"""Raises a CheckpointError if a run cannot use the content of a checkpoint, even with matching hashes."""
+Accept = Callable[[Path, dict[str, Any]], Any]
+"""Returns what a caller reads from a checkpoint with this content; raises a CheckpointError if it cannot use it."""
 Choice = Callable[[list[CheckpointInfo]], list[int]]
 """Returns the steps of checkpoints to delete, of all complete ones."""
 
@@ -179,17 +178,15 @@ class Store:
         """
         files, folders = list_tree(folder)
         entries, infos = dict(written or {}), self.all_infos()
-        unsynced: dict[str, Path] = {}
+        sizes: dict[Path, int] = {}
         for file in files:
-            name = file.relative_to(folder).as_posix()
-            if name not in entries:
-                unsynced[name] = file
-        sizes = {file: file.stat().st_size for file in unsynced.values()}
+            if file.relative_to(folder).as_posix() not in entries:
+                sizes[file] = file.stat().st_size
         with hashing(sizes) as digests:  # while the disk writes
-            for file in unsynced.values():
+            for file in sizes:
                 self.fs.sync(file)
-            for (name, file), digest in zip(unsynced.items(), digests, strict=True):
-                entries[name] = {"size": sizes[file], "sha256": digest}
+            for (file, size), digest in zip(sizes.items(), digests, strict=True):
+                entries[file.relative_to(folder).as_posix()] = {"size": size, "sha256": digest}
         content = {
             "step": step,
             # counts saves, not steps: a run that was resumed from an earlier step saves lower steps later
@@ -313,13 +310,13 @@ class Store:
         hashes: bool = True,
         accept: Accept | None = None,
         check: Check = check_hashes,
-    ) -> dict[str, Any]:
+    ) -> Any:
         """Return the content of omnitrain.json after checking every file of the checkpoint against it.
 
         Args:
             path: The folder. Files that omnitrain.json does not list are ignored.
             hashes: Whether to read and hash all files, instead of only comparing sizes.
-            accept: Checks the content.
+            accept: Checks the content, and returns what is returned in its place.
             check: Hashes the files.
 
         Raises:
@@ -328,9 +325,7 @@ class Store:
         path = Path(path)
         try:
             content = inspect(path, hashes, check)
-            if accept is not None:
-                accept(path, content)
-            return content
+            return content if accept is None else accept(path, content)
         except CheckpointError as error:
             names = [f"checkpoint-{info.step}" for info in Store(path.parent).checkpoint_infos()]
             newest = next((name for name in reversed(names) if name != path.name), None)
@@ -339,14 +334,14 @@ class Store:
 
     def resolve(
         self, which: str | os.PathLike[str], accept: Accept | None = None, check: Check = check_hashes
-    ) -> tuple[Path, dict[str, Any]] | None:
+    ) -> tuple[Path, Any] | None:
         """Return the folder of a verified checkpoint and the content of its omnitrain.json.
 
         Args:
             which: "last" (saved last), "best" (saved last as the best so far), a path, an address, or "auto": the
                 latest undamaged one; skipped ones are logged with the reason. Only "auto" can return None, if no
                 checkpoint exists.
-            accept: Checks the content.
+            accept: Checks the content, and returns what is returned in its place.
             check: Hashes the files of a checkpoint.
 
         Raises:
@@ -361,8 +356,7 @@ class Store:
             path = folders[info.step]
             try:
                 content = inspect(path, hashes=True, check=check)
-                if accept is not None:
-                    accept(path, content)
+                content = content if accept is None else accept(path, content)
             except CheckpointError as error:
                 reasons.append(str(error))
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,9 +50,10 @@ class Gathered:
         """Return the number of elements of the full tensor."""
         return torch.Size(self.shape).numel()
 
-    def element_size(self) -> int:
-        """Return the bytes per element."""
-        return self.dtype.itemsize
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the full tensor."""
+        return size_of((self.shape, self.dtype))
 
 
 # --- sharded tensors
@@ -74,6 +76,11 @@ class Block(NamedTuple):
 def is_sharded(tensor: Any) -> bool:
     """Return whether gathering this tensor is a collective call."""
     return isinstance(tensor, Gathered) or hasattr(tensor, "full_tensor")
+
+
+def total_bytes(tensors: Mapping[str, Any]) -> int:
+    """Return the bytes of all tensors, the full ones of those that are sharded."""
+    return sum(map(operator.attrgetter("nbytes"), tensors.values()))
 
 
 def gather_to_host(tensor: Any) -> torch.Tensor:
@@ -111,26 +118,21 @@ def shard_like(tensor: torch.Tensor, present: Any) -> torch.Tensor:
     return part.clone()  # a view would keep the full tensor in memory
 
 
-def read_local(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Return a full tensor; without communication, if every rank can read the files."""
-    if not is_local(tensors):
-        return tensors[name]
-    return tensors.read_tensors([name])[name]
-
-
 def is_local(tensors: Any) -> TypeGuard[TensorFile]:
     """Return whether every rank can read parts of these tensors without communication."""
     return isinstance(tensors, TensorFile) and tensors.is_local
 
 
-def read_like(tensors: Mapping[str, torch.Tensor], name: str, present: Any) -> torch.Tensor:
+def read_part(tensors: Mapping[str, torch.Tensor], name: str, present: Any = None) -> torch.Tensor:
     """Return this rank's part of a saved tensor, sharded like `present`; all of it if that is not sharded.
 
     If every rank can read the files, only that part is read, without communication.
     """
-    shape, dtype = spec_of(tensors, name)
-    if not is_local(tensors) or not hasattr(present, "full_tensor") or shape != tuple(present.shape):
-        return shard_like(read_local(tensors, name), present)
+    if not is_local(tensors):
+        return shard_like(tensors[name], present)
+    shape, dtype = tensors.spec_of(name)
+    if not hasattr(present, "full_tensor") or shape != tuple(present.shape):
+        return tensors.read_tensors([name])[name]
     from torch.distributed.tensor import DTensor
 
     local = torch.empty(present.to_local().shape, dtype=dtype)

@@ -304,7 +304,8 @@ class TensorFile(Mapping[str, torch.Tensor]):
                             _read_box(file, entry.offset, entry.shape, offsets, part)
                             # what this file does not have of the box is looked for in the next
                             request.missing.remove(box)
-                            request.missing.extend(_subtract(box, overlap))
+                            if overlap != box:
+                                request.missing.extend(_subtract(box, overlap))
                         if not request.missing:
                             del requests[name]
             except OSError as error:

@@ -18,7 +18,6 @@ from typing import Any
 
 from rich.filesize import decimal as format_bytes
 
-from omnitrain.checkpoint.disk import read_or_none
 from omnitrain.checkpoint.lock import LOCK, describe_owner, in_use_error
 from omnitrain.checkpoint.manifest import MANIFEST, SAVE_ORDER
 from omnitrain.checkpoint.remote import (
@@ -31,6 +30,7 @@ from omnitrain.checkpoint.remote import (
     wrap_store_errors,
 )
 from omnitrain.core.errors import CheckpointError
+from omnitrain.core.files import read_or_none
 from omnitrain.distributed.processes import identify_process, is_alive, is_in_same_container
 
 logger: logging.Logger = logging.getLogger("omnitrain")

@@ -16,17 +16,16 @@ from typing import Any
 
 import torch
 
-from omnitrain.checkpoint.contents import CheckpointedTrainer, Snapshot
-from omnitrain.checkpoint.disk import FileEntry
-from omnitrain.checkpoint.history import HISTORY
+from omnitrain.checkpoint.contents import CheckpointedTrainer, Files, Snapshot
+from omnitrain.checkpoint.manifest import HISTORY
 from omnitrain.checkpoint.model_files import write_model_files
+from omnitrain.checkpoint.safetensors_header import shard_folder
 from omnitrain.checkpoint.sharded_files import (
     LARGEST_FILE,
     Block,
     can_shard,
     count_full_files,
     local_blocks,
-    shard_folder,
     write_full_files,
     write_shards,
 )
@@ -38,10 +37,12 @@ from omnitrain.checkpoint.tensor_files import (
     gather_to_host,
     host_copy,
     is_sharded,
+    total_bytes,
     write_on_main,
 )
 from omnitrain.checkpoint.tensor_reader import TensorFile
 from omnitrain.core.errors import CheckpointError
+from omnitrain.core.files import FileEntry
 from omnitrain.distributed.ranks import Ranks
 
 _MIN_THREADED_BYTES = 1 << 24  # starting threads costs about a millisecond
@@ -152,12 +153,21 @@ class Writer:
         Raises:
             CheckpointError: If it could not be written; on all ranks.
         """
-        report = store.reporting_errors(snapshot.step)
+        ranks, report = self._trainer.ranks, store.reporting_errors(snapshot.step)
+        if not _find_sharded(snapshot.files):  # only the main rank needs the folder, so one exchange is enough
+            write = functools.partial(self._write_full, store, snapshot)
+            ranks.on_main("the writing of a checkpoint", report(write))
+            return store.path(snapshot.step)
         with contextlib.closing(self._phases(store, snapshot, stages=False)) as phases:
             phase: Callable[[], object] | Path = next(phases)
             while not isinstance(phase, Path):
-                phase = _finish_phase(self._trainer.ranks, phases, report(phase))
+                phase = _finish_phase(ranks, phases, report(phase))
         return phase
+
+    def _write_full(self, store: Store, snapshot: Snapshot) -> None:
+        """Write a checkpoint without sharded tensors on this rank."""
+        with store.saving(snapshot.step) as folder:
+            self._commit(store, snapshot, folder, _largest_first(snapshot.files), {})
 
     def begin(self, store: Store, snapshot: Snapshot) -> BackgroundSave:
         """Copy a snapshot to host memory, and start to write it in the background.
@@ -173,10 +183,8 @@ class Writer:
 
     def _phases(self, store: Store, snapshot: Snapshot, stages: bool) -> Phases:
         """Yield the work of this rank that writes a snapshot, of which it `stages` a copy if training continues."""
-        ranks = self._trainer.ranks
-        # the largest file first: two are written at once
-        files = dict(sorted(snapshot.files.items(), key=lambda item: (-_size(item[1]), item[0])))
-        sharded = [file for file, tensors in files.items() if any(map(is_sharded, tensors.values()))]
+        ranks, files = self._trainer.ranks, _largest_first(snapshot.files)
+        sharded = _find_sharded(files)
 
         def begin() -> Path:
             folder = stack.enter_context(store.saving(snapshot.step))
@@ -185,9 +193,6 @@ class Writer:
             return folder
 
         with contextlib.ExitStack() as stack:
-            if not sharded and not stages:  # only the main rank needs the folder, so one exchange is enough
-                yield lambda: ranks.is_main and self._commit(store, snapshot, begin(), files, {})
-                return store.path(snapshot.step)
             report = store.reporting_errors(snapshot.step)
             folder = store.root / ranks.on_main("the folder of a checkpoint", report(lambda: begin().name))
             shards = sharded if self._can_write_shards(snapshot, sharded, folder) else []
@@ -302,7 +307,7 @@ class Writer:
 
         with ThreadPoolExecutor(2, thread_name_prefix="omnitrain-write") as pool:
             written: Iterator[FileEntry] = map(write, files)
-            if gather is gather_to_host and sum(map(_size, files.values())) >= _MIN_THREADED_BYTES:
+            if gather is gather_to_host and sum(map(total_bytes, files.values())) >= _MIN_THREADED_BYTES:
                 with contextlib.suppress(RuntimeError):  # at interpreter exit, where an asynchronous save may end
                     # two at once, as hashing one file takes longer than writing it
                     written = pool.map(write, files)
@@ -317,8 +322,14 @@ class Writer:
         """Return whether sharded weights are consolidated into files that any program can open."""
         if self._trainer.settings.consolidate is not None:
             return self._trainer.settings.consolidate
-        return _size(weights) <= LARGEST_FILE
+        return total_bytes(weights) <= LARGEST_FILE
 
 
-def _size(tensors: Mapping[str, Any]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+def _largest_first(files: Files) -> Files:
+    """Return the files in the order in which they are written, two at once."""
+    return dict(sorted(files.items(), key=lambda item: (-total_bytes(item[1]), item[0])))
+
+
+def _find_sharded(files: Files) -> list[str]:
+    """Return the names of the files with tensors that are sharded."""
+    return [file for file, tensors in files.items() if any(map(is_sharded, tensors.values()))]

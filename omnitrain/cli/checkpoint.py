@@ -265,7 +265,7 @@ def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | Non
 
 
 def _weights(folder: Path, content: Mapping[str, Any]) -> TensorFile:
-    from omnitrain.checkpoint.sharded_files import find_tensor_files
+    from omnitrain.checkpoint.safetensors_header import find_tensor_files
     from omnitrain.checkpoint.tensor_reader import TensorFile
 
     return TensorFile(find_tensor_files(folder, content["files"], WEIGHTS) or [folder / WEIGHTS])
@@ -273,8 +273,8 @@ def _weights(folder: Path, content: Mapping[str, Any]) -> TensorFile:
 
 def _consolidate(folder: Path, content: Mapping[str, Any], out: Path) -> None:
     """Join the weights of a sharded checkpoint; files appear in `out` only once all are written."""
-    from omnitrain.checkpoint.disk import FileSystem
     from omnitrain.checkpoint.sharded_files import write_full_files
+    from omnitrain.core.files import FileSystem
 
     place = out / "weights.tmp"
     place.mkdir()

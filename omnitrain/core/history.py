@@ -115,8 +115,7 @@ class MetricsDict(ResultView, dict[str, Any]):
 
     def __init__(self) -> None:
         """Create an empty history; `from_dict` and `from_json` read an existing one."""
-        super().__init__({name: [] for name in TABLES})
-        self["best_valid"] = {}
+        super().__init__(train_metrics_history=[], valid=[], test=[], best_valid=MetricRow())
 
     if TYPE_CHECKING:  # the types of the values; at run time the dict's own method is used
 
@@ -181,19 +180,14 @@ class MetricsDict(ResultView, dict[str, Any]):
         Args:
             with_rows: Whether to include the tables; otherwise only their numbers of "rows".
         """
-
-        def strict(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {name: strict(entry) for name, entry in value.items()}
-            if isinstance(value, list):
-                return [strict(entry) for entry in value]
-            is_odd = isinstance(value, float) and not math.isfinite(value)
-            return json.dumps(value) if is_odd else value
-
-        if with_rows:
-            return strict(self)
-        facts = {name: value for name, value in self.items() if name not in TABLES}
-        return {**strict(facts), "rows": {name: len(self[name]) for name in TABLES}}
+        state: dict[str, Any] = dict(self.items())
+        state["best_valid"] = _to_strict_row(self["best_valid"])
+        if not with_rows:
+            state["rows"] = {name: len(state.pop(name)) for name in TABLES}
+            return state
+        for name in TABLES:
+            state[name] = list(map(_to_strict_row, self[name]))
+        return state
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> MetricsDict:
@@ -284,6 +278,44 @@ class MetricsDict(ResultView, dict[str, Any]):
                 axes.axvline(step, linewidth=1, label=label, color=color, linestyle=style)
 
 
+class HistoryEncoder:
+    r"""Encodes the rows of a history as lines of JSON, each row only once.
+
+    In omnitrain.json, every save would encode all rows again, and its time would grow with the number of evaluations.
+
+    >>> encoder, metrics = HistoryEncoder(), MetricsDict()
+    >>> metrics.add_train({"epoch": 1, "step": 10, "train_loss": 0.5})
+    >>> encoder.encode({"train_metrics_history": 1}, metrics)
+    b'{"train_metrics_history":{"epoch":1,"step":10,"train_loss":0.5}}\n'
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._tables: dict[str, Any] = {}
+        self._counts: dict[str, int] = {}
+        self._text = bytearray()
+
+    def encode(self, counts: Mapping[str, int], metrics: MetricsDict) -> bytes:
+        """Return the first rows of each table as text.
+
+        Args:
+            counts: The number of rows of each table; rows of the previous call must not have changed.
+            metrics: The history.
+        """
+        tables = {name: dict.__getitem__(metrics, name) for name in counts}
+        for name, count in self._counts.items():
+            if self._tables[name] is not tables[name] or count > counts[name]:
+                self._reset()  # a different history: a checkpoint was loaded
+                break
+        for name, count in counts.items():
+            for entry in tables[name][self._counts.get(name, 0) : count]:
+                self._text += json.dumps({name: entry}, separators=(",", ":")).encode() + b"\n"
+        self._tables, self._counts = tables, dict(counts)
+        return bytes(self._text)
+
+
 def quote_names(names: Iterable[str]) -> str:
     """Return names for a message: 'loss', 'accuracy'."""
     return ", ".join(repr(name) for name in names) or "nothing"
@@ -304,6 +336,15 @@ def _to_plain(name: str, value: Any) -> float | int | str:
         return math.nan if math.isnan(value) else float(value)
     kind = type(value).__name__ + (f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else "")
     raise ConfigError(f"{name!r} must be a number or a string, got a {kind}. Return one float per metric.")
+
+
+def _to_strict_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a row for strict JSON, in which NaN and infinity are text."""
+    strict = dict(row)
+    for name, value in row.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            strict[name] = json.dumps(value)
+    return strict
 
 
 def _to_plain_row(row: Mapping[str, Any]) -> MetricRow:

@@ -14,7 +14,7 @@ import transformers
 
 from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint.contents import OPTIMIZER
-from omnitrain.checkpoint.sharded_files import find_tensor_files
+from omnitrain.checkpoint.safetensors_header import find_tensor_files
 from omnitrain.checkpoint.state_dicts import bare_name, from_json, unwrap
 from omnitrain.checkpoint.tensor_files import is_sharded
 from omnitrain.checkpoint.tensor_reader import TensorFile

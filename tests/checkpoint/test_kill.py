@@ -21,9 +21,9 @@ from programs import LIMIT, exit_code, fork
 from resuming import assert_same, build, comparable, disturb_generators, outcome, play, train
 
 from omnitrain import Callback, CheckpointError, Trainer
-from omnitrain.checkpoint.disk import FileSystem
-from omnitrain.checkpoint.history import HISTORY
+from omnitrain.checkpoint.manifest import HISTORY
 from omnitrain.checkpoint.store import MANIFEST, Store
+from omnitrain.core.files import FileSystem
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes to kill them")
 

@@ -16,8 +16,8 @@ from resuming import assert_same, build, comparable, play, train
 from omnitrain import ConfigError
 from omnitrain.callbacks.retention import to_delete
 from omnitrain.checkpoint import remote, uploader
-from omnitrain.checkpoint.disk import FileEntry
 from omnitrain.checkpoint.remote import RemoteFolder
+from omnitrain.core.files import FileEntry
 from omnitrain.core.paths import local_folder
 
 s3fs = pytest.importorskip("s3fs")

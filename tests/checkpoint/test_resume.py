@@ -50,10 +50,10 @@ from torch.utils.data import DataLoader
 
 from omnitrain import Algorithm, Callback, CheckpointError, ConfigError, Trainer
 from omnitrain.checkpoint import state_dicts, tensor_files
-from omnitrain.checkpoint.disk import FileSystem
-from omnitrain.checkpoint.history import HISTORY
+from omnitrain.checkpoint.manifest import HISTORY
 from omnitrain.checkpoint.store import MANIFEST, Store
 from omnitrain.core.events import INNER_STEP_EVENTS
+from omnitrain.core.files import FileSystem
 from omnitrain.data import sampling
 
 

@@ -20,8 +20,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-from omnitrain.checkpoint import disk, tensor_reader
-from omnitrain.checkpoint.disk import FileSystem
+from omnitrain.checkpoint import tensor_reader
 from omnitrain.checkpoint.sharded_files import (
     Block,
     can_shard,
@@ -31,7 +30,9 @@ from omnitrain.checkpoint.sharded_files import (
     write_shards,
 )
 from omnitrain.checkpoint.tensor_files import DTYPES, Gathered, TensorFile, change_marker, host_copy, save_tensors
+from omnitrain.core import files
 from omnitrain.core.errors import CheckpointError
+from omnitrain.core.files import FileSystem
 from omnitrain.distributed.ranks import Ranks
 
 FS = FileSystem()
@@ -224,7 +225,7 @@ def test_host_copy_reuses_the_memory_of_an_earlier_copy() -> None:
 
 def test_write_shards_returns_sizes_and_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_reader, "_PIECE", 1 << 10)
-    monkeypatch.setattr(disk, "_SMALL", 1 << 9)
+    monkeypatch.setattr(files, "_SMALL", 1 << 9)
     big = values_of((70, 50))
     blocks = {"big": local_blocks(big, 0), "turned": local_blocks(big.T, 0), "few": local_blocks(torch.ones(2), 0)}
     blocks |= {f"x{i}": local_blocks(flat_part(big, 3, 2999), 0) for i in range(3)}

@@ -27,9 +27,9 @@ from tiny import bert, gpt
 from torch import nn
 
 from omnitrain.checkpoint import model_files, state_dicts, tensor_files
-from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.tensor_files import TensorFile
 from omnitrain.core.errors import CheckpointError, ConfigError
+from omnitrain.core.files import FileSystem
 
 
 class Tied(nn.Module):

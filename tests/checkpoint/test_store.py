@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from marks import thinned
 
 from omnitrain.callbacks.retention import to_delete
-from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.manifest import MANIFEST, CheckpointInfo
 from omnitrain.checkpoint.store import Store
 from omnitrain.core.errors import CheckpointError
+from omnitrain.core.files import FileSystem
 
 # What most tests save: (step, score, whether it is the best so far). Step 20 is saved twice; the best is not among the
 # newest two; later the best changes.
@@ -397,8 +397,9 @@ def test_large_files_are_hashed_after_the_end_of_the_main_thread(run: Path) -> N
     """By threads of their own: those of an executor start no more then."""
     script = f"""
 import concurrent.futures.thread, threading, time
-from omnitrain.checkpoint import disk, store
-disk._MIN_THREADED_BYTES = 0
+from omnitrain.checkpoint import store
+from omnitrain.core import files
+files._MIN_THREADED_BYTES = 0
 def late():
     while not concurrent.futures.thread._shutdown:
         time.sleep(0.001)

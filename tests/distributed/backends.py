@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from omnitrain import Algorithm, Trainer
-from omnitrain.checkpoint.sharded_files import find_tensor_files
+from omnitrain.checkpoint.safetensors_header import find_tensor_files
 from omnitrain.checkpoint.tensor_files import TensorFile, gather_to_host
 
 PROCESSES = {

@@ -25,8 +25,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from omnitrain import Callback
-from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.store import Store
+from omnitrain.core.files import FileSystem
 from omnitrain.distributed import watchdog
 
 

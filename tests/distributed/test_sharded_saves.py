@@ -19,10 +19,10 @@ from marks import thinned
 from recipes import fit, rows, t16
 
 from omnitrain import Callback, CheckpointError
-from omnitrain.checkpoint import checkpointer, lock, manifest, tensor_reader, verifying
-from omnitrain.checkpoint.disk import FileSystem
+from omnitrain.checkpoint import checkpointer, lock, manifest, tensor_reader
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.tensor_files import gather_to_host
+from omnitrain.core.files import FileSystem
 from omnitrain.distributed import watchdog
 
 HERE = "test_sharded_saves"
@@ -282,7 +282,7 @@ class FirstStep(Callback):
 
 def noted_hashes(trouble: str = "", fail_on: int = -1) -> list[str]:
     """Have hashing shared out however small the files are, and return a list that gets the names of this rank's."""
-    verifying._MIN_SHARED_BYTES = 0
+    manifest._MIN_SHARED_BYTES = 0
     rank, hashed = current_rank(), list[str]()
     check_hashes = manifest.check_hashes
 
@@ -292,9 +292,9 @@ def noted_hashes(trouble: str = "", fail_on: int = -1) -> list[str]:
             place = place.with_name("gone")
         check_hashes(place, files)
 
-    verifying.check_hashes = check
+    manifest.check_hashes = check
     if trouble == "unseen" and rank == fail_on:  # as on a local disk
-        verifying.read_or_none = lambda path: None
+        manifest.read_or_none = lambda path: None
     return hashed
 
 
