@@ -148,7 +148,7 @@ class EvalWeights:
         """Restore the algorithms' state from the model, in which the weights `names` are those for evaluations."""
         weights = self._backend.model_tensors()
         for restore in find_overrides(self._algorithms, "restore_weights"):
-            restore(self._trainer, {name: weights[name] for name in names})
+            restore(self._trainer, {name: weights[name] for name in names if name in weights})
 
 
 def _is_in_eval_mode(optimizer: Any) -> bool:

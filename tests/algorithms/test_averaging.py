@@ -14,6 +14,7 @@ from recipes import StopAt, Trace, distance, rows, same, small_trainer, t16, wei
 from torch import nn
 
 from omnitrain import EMA, Algorithm, Callback, CheckpointError, HookCallback
+from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.tensor_files import load_tensors
 
 
@@ -144,6 +145,16 @@ def test_checkpoint_of_another_model_changes_no_weights(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="shape"):
         trainer.load_checkpoint(folder)
     assert same(weights(trainer.model), before)
+
+
+def test_averages_ignore_tensors_of_custom_loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module with custom loading code may have saved buffers that it does not have now."""
+    trainer = build(EMA(0.7), save_dir=tmp_path, callbacks=[StopAt(3)])
+    trainer.train()
+    folder = tmp_path / "checkpoint-3"
+    forge_tensors(folder, "trained.safetensors", lambda tensors: tensors.update({"queue": torch.zeros(3)}))
+    monkeypatch.setattr(state_dicts, "has_custom_loader", lambda module: True)
+    assert trainer.load_checkpoint(folder) == folder
 
 
 def test_algorithms_are_called_in_order() -> None:
