@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from omnitrain.core.objective import Objective as Objective
     from omnitrain.core.progress import Progress as Progress
     from omnitrain.data.collation import Collator as Collator
+    from omnitrain.data.grouping import BatchByTokens as BatchByTokens
     from omnitrain.data.grouping import GroupByLength as GroupByLength
     from omnitrain.data.packing import PackedDataset as PackedDataset
     from omnitrain.data.sets import EvalSet as EvalSet
@@ -147,7 +148,7 @@ _EXPORTS = {
     "core.objective": "Objective",
     "core.progress": "Progress",
     "data.collation": "Collator",
-    "data.grouping": "GroupByLength",
+    "data.grouping": "BatchByTokens GroupByLength",
     "data.packing": "PackedDataset",
     "data.sets": "EvalSet",
     "data.shards": "ShardedStream",

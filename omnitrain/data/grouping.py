@@ -89,13 +89,114 @@ class GroupByLength(Dataset[Any]):
 
     def order_options(self) -> dict[str, Any]:
         """Return what determines the order besides the samples, as JSON types."""
-        digest = hashlib.blake2b(self.lengths.tobytes(), digest_size=8).hexdigest()
-        return {"group_size": self.group_size, "pool": self.pool, "lengths": digest}
+        return {"group_size": self.group_size, "pool": self.pool, "lengths": _digest(self.lengths)}
 
     def collate_with(self, collate: Collate) -> Collate:
         """Return the collator that the wrapped dataset defines, if any, or this one."""
         adapt = getattr(self.dataset, "collate_with", None)
         return cast(Collate, adapt(collate)) if callable(adapt) else collate
+
+
+class BatchByTokens(Dataset[list[Any]]):
+    """A dataset whose items are batches: samples of similar length that fit into a number of tokens when padded.
+
+    Pass it with `batch_size=1`, since each item is a batch of its own: of many short samples, or of a few long ones.
+    `gradient_accumulation_steps` and `global_batch_size` then count these batches, and so do all numbers of samples.
+
+    Batches are made once, from the lengths, and each epoch shuffles them, so that a run can resume in mid-epoch, and
+    each split and number of processes has the same batches in a step. The loss of a step is the mean over its samples
+    or labels, as always.
+
+    Args:
+        dataset: The dataset, with a length and items.
+        max_tokens: The most tokens in a batch, with padding: its samples times the length of the longest.
+        lengths: The length of each sample, as for `GroupByLength`.
+        max_samples: The most samples in a batch; None is as many as fit.
+
+    Attributes:
+        batches: The samples of each batch.
+        padding: The share of all tokens that is padding.
+
+    Raises:
+        ConfigError: If an argument is wrong, or a sample is longer than `max_tokens`.
+        DataError: If the dataset is a stream, or samples have no length.
+
+    >>> words = BatchByTokens([{"input_ids": [0] * size} for size in (5, 1, 4, 2, 3, 6)], max_tokens=10)
+    >>> [[len(sample["input_ids"]) for sample in batch] for batch in words]
+    [[1, 2, 3], [4, 5], [6]]
+    """
+
+    def __init__(self, dataset: Any, max_tokens: int, lengths: Lengths = None, max_samples: int | None = None) -> None:
+        check_number("max_tokens", max_tokens, least=1, is_whole=True)
+        check_number("max_samples", 1 if max_samples is None else max_samples, least=1, is_whole=True)
+        self.dataset = dataset
+        self.max_tokens: int = int(max_tokens)  # np.int64(8) cannot be saved
+        self.max_samples: int | None = None if max_samples is None else int(max_samples)
+        self.lengths: np.ndarray = sample_lengths(dataset, lengths)
+        longest = int(self.lengths.argmax())
+        if self.lengths[longest] > max_tokens:
+            raise ConfigError(
+                f"`max_tokens={max_tokens}` is less than the {self.lengths[longest]} tokens of sample {longest}. Pass "
+                "more, or cut long samples."
+            )
+        # samples of one length meet others than their neighbours in the dataset
+        order = np.random.default_rng(_SEED).permutation(len(self.lengths))
+        order = order[np.argsort(self.lengths[order], kind="stable")]
+        starts = [0]
+        for place, length in enumerate(self.lengths[order].tolist()):
+            size = place + 1 - starts[-1]
+            if size * length > self.max_tokens or (self.max_samples is not None and size > self.max_samples):
+                starts.append(place)
+        self.batches: list[np.ndarray] = np.split(order, starts[1:])
+        tokens = sum(len(batch) * int(self.lengths[batch[-1]]) for batch in self.batches)
+        self.padding: float = 1 - int(self.lengths.sum()) / max(tokens, 1)
+
+    def with_dataset(self, dataset: Any) -> BatchByTokens:
+        """Return the same batches of another dataset whose samples have the same lengths."""
+        return BatchByTokens(dataset, self.max_tokens, self.lengths, self.max_samples)
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> list[Any]:
+        """Return the samples of a batch."""
+        indices = self.batches[index].tolist()
+        try:
+            fetch: Any = getattr(self.dataset, "__getitems__", None)
+            return [*fetch(indices)] if fetch is not None else [self.dataset[sample] for sample in indices]
+        except Exception as error:
+            error.add_note(f"Batch {index} has the samples {', '.join(map(str, indices))}.")
+            raise
+
+    def collate_with(self, collate: Collate) -> Collate:
+        """Return a collator of batches, which collates their samples."""
+        adapt: Any = getattr(self.dataset, "collate_with", None)
+        collate_samples = cast(Collate, adapt(collate)) if callable(adapt) else collate
+        return _CollateBatches(collate_samples)
+
+    def order_options(self) -> dict[str, Any]:
+        """Return what determines the batches besides the samples, as JSON types."""
+        options = {"max_tokens": self.max_tokens, "max_samples": self.max_samples}
+        return {**options, "lengths": _digest(self.lengths)}
+
+
+# Of the order of samples of one length.
+_SEED = 0
+
+
+class _CollateBatches:
+    """Collates the samples of batches together; workers can import it."""
+
+    def __init__(self, collate: Collate) -> None:
+        self.collate = collate
+
+    def __call__(self, batches: Sequence[Sequence[Any]]) -> Any:
+        return self.collate([sample for batch in batches for sample in batch])
+
+
+def _digest(lengths: np.ndarray) -> str:
+    return hashlib.blake2b(lengths.tobytes(), digest_size=8).hexdigest()
 
 
 def sample_lengths(dataset: Any, lengths: Lengths = None, column: str = "input_ids") -> np.ndarray:

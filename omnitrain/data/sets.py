@@ -17,7 +17,7 @@ from omnitrain.arguments import Settings, describe, has_changing_batch_size, is_
 from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.data.collation import LABEL_KEYS, Collator
-from omnitrain.data.grouping import GroupByLength
+from omnitrain.data.grouping import BatchByTokens, GroupByLength
 from omnitrain.data.loaders import (
     Loader,
     MapLoader,
@@ -119,7 +119,7 @@ class Columns:
 
     def __call__(self, dataset: Any) -> Any:
         """Return a Hugging Face dataset without unused columns; one with a transform, or other data, unchanged."""
-        if isinstance(dataset, GroupByLength):
+        if isinstance(dataset, (BatchByTokens, GroupByLength)):
             return dataset.with_dataset(self(dataset.dataset))
         if isinstance(dataset, PackedDataset):
             if self._taken is not None and self._model is not None:
@@ -207,6 +207,7 @@ class Sets:
                 "`drop_last=True` needs data with a length, so that the number of steps is known; "
                 "`train_dataset` is a stream. Leave it out, or end the stream after whole steps."
             )
+        _check_batch_size(settings.train_dataset, "batch_size", settings.batch_size)
         rounds = self._layout()
         if isinstance(settings.train_dataset, ShardedStream):
             if rounds is not None:
@@ -309,6 +310,7 @@ class Sets:
             data = self._transform(data) if rules.unit is None else data  # a custom unit may use any column
             self._reject_split_stream(data, name)
             size = self._settings.eval_batch_size or self._settings.batch_size
+            _check_batch_size(data, "eval_batch_size", size)
             loader = make_loader(data, size, name=name, keep_states=False, subset=rules.subset, **self._loading)
         if rules is source:
             loader.rules = rules
@@ -333,6 +335,14 @@ class Sets:
     def set_eval_loader(self, loader: Any) -> None:
         """Replace the evaluation loader by the user's, or by several by name."""
         self.eval = self._evaluation_loader(loader, "eval_dataset", as_loader=True)
+
+
+def _check_batch_size(dataset: Any, name: str, size: int) -> None:
+    if isinstance(dataset, BatchByTokens) and size != 1:
+        raise ConfigError(
+            f"`{name}={size}` would put {size} batches of a BatchByTokens together, with {size} times its `max_tokens`."
+            f" Pass `{name}=1`; `gradient_accumulation_steps` makes a step of several."
+        )
 
 
 def _check_labels(inputs: Any, labels: Any) -> None:

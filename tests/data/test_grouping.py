@@ -1,5 +1,6 @@
 """Grouping by length: order, padding and errors."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,21 @@ import torch
 from datasets import Dataset as Table
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import TRAINERS
 from recipes import trainer_on_cpu
 from tiny import gpt
 from torch.utils.data import TensorDataset
 
-from omnitrain import CheckpointError, ConfigError, DataError, GroupByLength, MultiTask, PackedDataset, Trainer
+from omnitrain import (
+    BatchByTokens,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    GroupByLength,
+    MultiTask,
+    PackedDataset,
+    Trainer,
+)
 
 
 def texts(sizes: Any) -> list[dict[str, list[int]]]:
@@ -115,3 +126,67 @@ def test_resume_in_another_order_is_an_error(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=rf"training set has {message}|{message}"):
             quiet(other, **options).train(resume_from="auto")
+
+
+@settings(max_examples=30)
+@given(
+    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=80), budget=st.integers(50, 200),
+    most=st.none() | st.integers(1, 5),
+)  # fmt: skip
+def test_token_batches_have_each_sample_once(sizes: list[int], budget: int, most: int | None) -> None:
+    data = BatchByTokens(texts(sizes), budget, max_samples=most)
+    lengths = [[len(sample["input_ids"]) for sample in data[i]] for i in range(len(data))]
+    assert sorted(itertools.chain(*lengths)) == sorted(sizes)
+    assert len({sample for batch in data.batches for sample in batch}) == len(sizes)
+    for batch, following in zip(lengths, [*lengths[1:], None], strict=True):
+        assert len(batch) * max(batch) <= budget and len(batch) <= (most or 80)
+        if following:  # which would not have fitted
+            assert (len(batch) + 1) * following[0] > budget or len(batch) == most
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_token_batches_are_trained_on_in_any_split(name: str, tmp_path: Path) -> None:
+    """And a run that resumes within an epoch is the undisturbed one."""
+    sizes = np.random.default_rng(0).integers(2, 25, 40)
+    data = BatchByTokens(texts(sizes), 64)
+
+    def run(resume: str | None = None, data: Any = data, **options: Any) -> Any:
+        model, options = gpt(), {"batch_size": 1, "max_grad_norm": None, **options}
+        trainer = TRAINERS[name](model, data, data, learning_rate=1e-2, **options)
+        trainer.train(resume_from=resume)
+        return trainer
+
+    straight = run(global_batch_size=4, epochs=2)
+    loader_shapes = [batch["input_ids"].shape for batch in straight.train_loader]
+    assert all(rows * width <= 64 for rows, width in loader_shapes) and len({*loader_shapes}) > 4
+    assert straight.progress.samples == 2 * len(data) and straight.progress.tokens == 2 * sizes.sum()
+    split = run(gradient_accumulation_steps=4, microbatch_size=2, epochs=2)
+    for one, other in zip(straight.model.parameters(), split.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    run(global_batch_size=4, max_steps=3, epochs=None, save_dir=tmp_path)
+    resumed = run("last", global_batch_size=4, epochs=2, save_dir=tmp_path)
+    assert all(map(torch.equal, resumed.model.parameters(), straight.model.parameters()))
+    other = BatchByTokens(texts(sizes), 64, max_samples=40)
+    with pytest.raises(CheckpointError, match="max_samples=40 now, and had None"):
+        run("last", data=other, global_batch_size=4, epochs=2, save_dir=tmp_path)
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: BatchByTokens(texts([3, 9, 1]), 8), "`max_tokens=8` is less than the 9 tokens of sample 1"),
+    (lambda: BatchByTokens(texts([3]), 8, max_samples=0), "`max_samples` must be an integer of at least 1"),
+    (lambda: quiet(BatchByTokens(texts([3]), 8)), "`batch_size=4` would put 4 batches of a BatchByTokens together"),
+    (lambda: quiet(None, eval_dataset=BatchByTokens(texts([3]), 8), batch_size=1, eval_batch_size=2), "eval_batch_si"),
+])  # fmt: skip
+def test_token_batches_reject(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_token_batches_name_the_samples_of_an_error() -> None:
+    class Broken(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            raise ZeroDivisionError if index == 1 else IndexError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        _ = BatchByTokens(Broken([[1], [1, 2], [1]]), 2, lengths=[1, 2, 1])[1]
+    assert caught.value.__notes__ == ["Batch 1 has the samples 1."]
