@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from omnitrain.compute.device_runtime import device_runtime
 from omnitrain.compute.precision import is_out_of_memory
 from omnitrain.core.errors import ConfigError, Tolerance
 from omnitrain.core.events import Callback, TrainerLike
@@ -37,26 +38,6 @@ def resident_memory() -> tuple[int, int]:
         return 0, 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS, in KiB elsewhere
     return 0, peak if sys.platform == "darwin" else peak * 1024
-
-
-def has_peaks(device: torch.device) -> bool:
-    """Whether PyTorch tracks peak memory on a device."""
-    return device.type in ("cuda", "xpu")
-
-
-def can_record(device: torch.device) -> bool:
-    """Whether PyTorch can record the allocations on a device."""
-    return device.type == "cuda"
-
-
-def read_peaks(device: torch.device) -> tuple[int, int]:
-    """Return the peak bytes allocated and reserved on a device since the last call.
-
-    Both are counted on the host: the device is not synchronized.
-    """
-    stats = torch.accelerator.memory_stats(device)
-    torch.accelerator.reset_peak_memory_stats(device)
-    return stats.get("allocated_bytes.all.peak", 0), stats.get("reserved_bytes.all.peak", 0)
 
 
 class MemoryMonitor(Callback):
@@ -117,7 +98,7 @@ class MemoryMonitor(Callback):
         self._allocated, self._reserved = {}, 0  # peaks from before the run
         if not self.snapshot:
             return
-        if not can_record(trainer.device):
+        if not device_runtime(trainer.device).can_record_memory:
             raise ConfigError(
                 f"`snapshot=True` records the allocations of a CUDA device, and this run is on {str(trainer.device)!r}."
                 " Leave it out here."
@@ -145,8 +126,9 @@ class MemoryMonitor(Callback):
 
     def _begin_phase(self, trainer: TrainerLike, phase: str) -> None:
         """Store the peaks of the phase that ends, and reset them for the next one."""
-        if has_peaks(trainer.device):
-            allocated, reserved = read_peaks(trainer.device)
+        runtime = device_runtime(trainer.device)
+        if runtime.has_memory_stats:
+            allocated, reserved = runtime.read_peaks()
             for peaks in (self._allocated, self._run_peaks):
                 peaks[self._phase] = max(allocated, peaks.get(self._phase, 0))
             self._reserved = max(self._reserved, reserved)

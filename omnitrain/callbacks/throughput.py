@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from omnitrain.compute.device_runtime import device_runtime
 from omnitrain.core.errors import check_number
 from omnitrain.core.events import Callback, Event, TrainerLike
 from omnitrain.core.progress import PHASES
@@ -167,8 +168,7 @@ class Throughput(Callback):
             return {}
         flops = units * self.hardware_flops
         values = {"tflops_per_device": flops / 1e12}
-        precision, kind = trainer.precision.name, trainer.device.type
-        name = getattr(torch, kind).get_device_name(trainer.device) if kind in ("cuda", "xpu") else kind
+        precision, name = trainer.precision.name, device_runtime(trainer.device).name
         peak = self.peak or peak_flops(name, precision)
         if peak is None:
             message = f"the peak of {name!r} in {precision} is unknown, so `mfu` is not logged. Pass `peak`."

@@ -105,27 +105,24 @@ def _cpu() -> str:
 
 def device_name(device: torch.device) -> str:
     """Return the name of a device, such as "NVIDIA H200"; for the CPU that of the processor."""
-    import torch
+    from omnitrain.compute.device_runtime import device_runtime
 
-    if device.type in ("cpu", "meta"):
-        return _cpu()
-    name: Any = getattr(torch.get_device_module(device), "get_device_name", None)
-    return device.type if name is None else str(name(device))
+    return _cpu() if device.type in ("cpu", "meta") else device_runtime(device).name
 
 
 def describe_devices(device: torch.device) -> dict[str, Any]:
     """Return kind, names, capability and driver of the visible devices of the same type as the given one."""
     import torch
 
+    from omnitrain.compute.device_runtime import device_runtime
+
     if device.type in ("cpu", "meta"):
         return {"kind": device.type, "names": {_cpu(): 1}, "threads": torch.get_num_threads()}
-    module: Any = torch.get_device_module(device)
-    count = module.device_count()
+    runtime, count = device_runtime(device), torch.get_device_module(device).device_count()
     description: dict[str, Any] = {"kind": device.type}
     description["names"] = dict(Counter(device_name(torch.device(device.type, index)) for index in range(count)))
-    if hasattr(module, "get_device_capability") and device.type == "cuda":
-        description["capability"] = ".".join(map(str, module.get_device_capability(device)))
-        description["memory"] = int(module.get_device_properties(device).total_memory)
+    description["capability"] = runtime.capability and ".".join(map(str, runtime.capability))
+    description["memory"] = runtime.total_memory
     description["driver"] = _first_match("/proc/driver/nvidia/version", r"Kernel Module\s+(?:for \S+\s+)?([0-9.]+)")
     description["runtime"] = torch.version.cuda or getattr(torch.version, "hip", None)
     return {name: value for name, value in description.items() if value is not None}

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from omnitrain.arguments import describe
-from omnitrain.checkpoint.state_dicts import IMPLEMENTATION, check_references
+from omnitrain.checkpoint.state_dicts import check_references
 from omnitrain.checkpoint.tensor_reader import TensorFile
 from omnitrain.core.events import init_arguments
+from omnitrain.optim.build import IMPLEMENTATION
 
 # The settings that determine the numbers of a run: changing one on a resume is an error unless allowed by name.
 DECIDING = (

@@ -26,11 +26,10 @@ from omnitrain.checkpoint.tensor_files import Spec, TensorFile, read_part, spec_
 from omnitrain.core.errors import CheckpointError
 from omnitrain.data.streams import mismatches
 from omnitrain.distributed.ranks import Ranks
+from omnitrain.optim.build import IMPLEMENTATION
 from omnitrain.optim.muon import Muon
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
-# Options of optimizers that choose an implementation; it may not exist elsewhere, so they are not restored.
-IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 # --- models
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from omnitrain.compute.device_runtime import device_runtime
 from omnitrain.core.errors import ConfigError, MissingExtraError, check_choice, did_you_mean
 
 _NAMES = {
@@ -181,11 +182,11 @@ def read_on_cpu(scalar: torch.Tensor) -> float:
 
 def _fp8_obstacle(device: torch.device) -> str:
     """Return why a device does not support fp8; "" if it does."""
-    if device.type != "cuda":
+    runtime = device_runtime(device)
+    if runtime.capability is None:
         return f"the device is {device}"
-    capability = torch.cuda.get_device_capability(device)
-    name, version = torch.cuda.get_device_name(device), ".".join(map(str, capability))
-    return "" if capability >= _FP8_FROM else f"{name} has {version}"
+    version = ".".join(map(str, runtime.capability))
+    return "" if runtime.capability >= _FP8_FROM else f"{runtime.name} has {version}"
 
 
 def growth_interval(scale: Sequence[float]) -> int:

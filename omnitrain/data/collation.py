@@ -15,6 +15,7 @@ from typing import Any, Self, TypeGuard
 import numpy as np
 import torch
 
+from omnitrain.compute.device_runtime import DeviceRuntime
 from omnitrain.core.errors import DataError, check_choice, check_number
 
 # The label that losses and metrics ignore, by the convention of PyTorch and transformers.
@@ -624,19 +625,19 @@ def pin_batch(batch: Any) -> Any:
     return batch if isinstance(batch, list) else _map_entries(batch, pin_batch)
 
 
-def copy_to_device(batches: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """Yield (batch on the host, batch on the GPU), copied on a CUDA stream of its own, beside the computation.
+def copy_to_device(batches: Iterable[Any], runtime: DeviceRuntime) -> Iterator[tuple[Any, Any]]:
+    """Yield (batch on the host, batch on the device), copied on a separate stream, beside the computation.
 
     The next batch is drawn when this one has been used on the host and copied: it may be in the same memory.
     """
-    stream = torch.cuda.Stream(device)
+    stream = runtime.new_stream()
     for batch in batches:
         if _hides_tensors(batch):  # whose memory would be reused while it is in use
-            yield batch, move_to_device(batch, device)
+            yield batch, move_to_device(batch, runtime.device)
             continue
-        with torch.cuda.stream(stream):
-            ready = move_to_device(batch, device, non_blocking=True)
-        copied, computation = stream.record_event(), torch.cuda.current_stream(device)
+        with runtime.use_stream(stream):
+            ready = move_to_device(batch, runtime.device, non_blocking=True)
+        copied, computation = stream.record_event(), runtime.current_stream()
         computation.wait_event(copied)
         for tensor in tensors_in(ready):
             tensor.record_stream(computation)  # or its memory could be reused too early

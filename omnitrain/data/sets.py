@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from omnitrain.arguments import Settings, describe, has_changing_batch_size, is_loader, samples_of_step
+from omnitrain.compute.device_runtime import device_runtime
 from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.data.collation import LABEL_KEYS, Collator
@@ -174,7 +175,7 @@ class Sets:
             )
         if settings.drop_last:
             self._sampling["multiple_of"] = samples_of_step(settings, self.share.size)
-        pin_memory = device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
+        pin_memory = device_runtime(device).pins_memory if settings.pin_memory is None else settings.pin_memory
         collate = settings.data_collator or Collator(label_names=settings.label_names or ())
         self._loading: dict[str, Any] = {
             "collate": collate.with_attention_mask() if adds_mask and isinstance(collate, Collator) else collate,

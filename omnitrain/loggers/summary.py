@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from omnitrain.arguments import Settings
 from omnitrain.callbacks.early_stopping import EarlyStopping
+from omnitrain.compute.device_runtime import device_runtime
 from omnitrain.core.duration import Duration
 from omnitrain.core.events import TrainerLike
 from omnitrain.core.metric_format import format_metric
@@ -112,8 +111,8 @@ def _model_line(trainer: TrainerLike, config: dict[str, Any]) -> str:
         full_size = getattr(parameter, "ds_numel", None)  # ZeRO 3 of DeepSpeed leaves an empty tensor
         counts[not parameter.requires_grad] += parameter.numel() if full_size is None else int(full_size)
     split = f"{counts[0]:,} trained, {counts[1]:,} frozen" if counts[1] else "all trained"
-    device, name = trainer.device, str(trainer.device)
-    words = [f"{name} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else name]
+    device, name = str(trainer.device), device_runtime(trainer.device).name
+    words = [device if name == trainer.device.type else f"{device} ({name})"]
     words += [f"{trainer.world_size} processes"] if trainer.world_size > 1 else []
     words.append(str(config["autocast"]))
     return f"model  {_base_name(config['model'])}, {sum(counts):,} parameters, {split}; {', '.join(words)}"

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from omnitrain.arguments import DEFAULTS
+from omnitrain.compute.device_runtime import device_runtime
 from omnitrain.core.errors import ConfigError, MissingExtraError, OmnitrainError, did_you_mean
 from omnitrain.core.progress import Progress
 from omnitrain.optim.muon import Muon, has_fused_kernel
@@ -94,6 +95,12 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""Options of optimizers that choose an implementation; it may not exist elsewhere, so they are not restored."""
+# Those with a kernel for a GPU that does the whole update.
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
 def optimizer_class(spec: str) -> Any:
     """Return the optimizer for a short name ("adamw", "SGD", "lion") or a dotted path.
 
@@ -158,7 +165,8 @@ def build_optimizer(
     """Return the optimizer for `spec`, over the parameters of `model` that require gradients.
 
     A class, its dotted path or short name gets `lr` and `weight_decay` if it takes them, and the `options`. Any other
-    callable gets only the parameters. None is AdamW, fused if devices and dtypes allow it; "muon" is `muon.Muon`.
+    callable gets only the parameters. None is AdamW, fused if devices and dtypes allow it, as "adam", "adamw" and
+    "sgd" are on a GPU; "muon" is `muon.Muon`.
 
     Raises:
         ConfigError: If nothing is trainable, the path leads nowhere, an instance has none of the model's parameters, or
@@ -169,8 +177,7 @@ def build_optimizer(
     if not trainable:
         raise ConfigError("`model` has no parameter that requires a gradient, so there is nothing to train.")
     if spec is None or (isinstance(spec, str) and _plain(spec) == "adamwtorchfused"):
-        chosen = {"fused", "foreach", "capturable", "differentiable"} & options.keys()
-        fused = {} if chosen else {"fused": has_fused_kernel(trainable) or None}
+        fused = {} if IMPLEMENTATION & options.keys() else {"fused": has_fused_kernel(trainable) or None}
         rates = {"lr": learning_rate, "weight_decay": weight_decay}
         check_optimizer_kwargs(options, torch.optim.AdamW)
         return make_optimizer(torch.optim.AdamW, trainable, rates | fused, options)
@@ -204,6 +211,10 @@ def build_optimizer(
                         f"`{name}={value}` has no effect: {factory.__name__} takes no argument {key!r}. Leave it out, "
                         "or pass a callable of the parameters."
                     )
+        if isinstance(spec, str) and factory in _FUSED and not IMPLEMENTATION & options.keys():
+            # on a GPU it is quicker, and skips a bad update itself, so that the host need not wait in each step
+            is_ahead = all(device_runtime(parameter.device).has_streams for parameter in trainable)
+            rates |= {"fused": True} if is_ahead and has_fused_kernel(trainable) else {}
         check_optimizer_kwargs(options, factory)
         optimizer = make_optimizer(factory, trainable, rates, options)
     if not hasattr(optimizer, "param_groups"):

@@ -306,7 +306,7 @@ class Evaluation:
             if not scorer.is_empty:
                 scorer.reset()
                 keeps_arrays |= scorer.keeps_predictions
-            for number, (batch, samples) in enumerate(batches):
+            for number, ((batch, samples), (ready, _)) in enumerate(self.feed.copied(batches)):
                 ranks.progress_count += 1
                 if self.is_interrupted(number):
                     return None
@@ -316,7 +316,7 @@ class Evaluation:
                 # 0 stands for a dummy batch here, and None for an unknown number
                 self.feed.samples = samples or None
                 weight = trainer._weigh(batch) if self._unit is None else self.feed.rows_of(batch)
-                output = self._run_batch(batch, loader, number)
+                output = self._run_batch(ready, loader, number)
                 if trainer.settings.grad_reduction == "sum":
                     count_as_sum(output, weight)
                 if counts:

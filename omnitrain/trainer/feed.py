@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from omnitrain.checkpoint.fingerprints import content_digest
+from omnitrain.compute.device_runtime import device_runtime
 from omnitrain.core.duration import Stages
 from omnitrain.core.errors import DataError, DistributedError, add_location
 from omnitrain.core.events import ProfilerRanges, find_overrides, wrap_in_range
@@ -66,6 +67,7 @@ class Feed:
         self._may_split = microbatch_size is not None
         self._split: Callable[[Any, int], list[Any]] = split_batch
         self._trainer = trainer
+        self._runtime = device_runtime(trainer.device)
         self._lifecycle = lifecycle
         self._ranks = ranks
         self._reduction = settings.grad_reduction
@@ -288,12 +290,8 @@ class Feed:
     # --- weights
 
     def weighed(self, batches: Iterable[CountedBatch]) -> Iterator[Weighed]:
-        """Yield each batch with its weight, samples and tokens; copied to a GPU beside its computation."""
-        trainer = self._trainer
-        copies = trainer.device.type == "cuda" and type(trainer)._prepare_batch is Hooks._prepare_batch
-        entries: Iterable[Any] = copy_to_device(batches, trainer.device) if copies else batches
-        for entry in entries:
-            (batch, samples), (ready, _) = entry if copies else (entry, entry)
+        """Yield each batch with its weight, samples and tokens."""
+        for (batch, samples), (ready, _) in self.copied(batches):
             self._ranks.progress_count += 1
             if self.microbatch_size is not None:
                 yield from self._parts(batch, ready, samples, self.microbatch_size)
@@ -302,6 +300,14 @@ class Feed:
                 yield ready, self._weight_in_step(batch), samples, count_tokens(batch), 1
             else:
                 yield ready, 0, 0, 0, 1
+
+    def copied(self, batches: Iterable[CountedBatch]) -> Iterator[tuple[CountedBatch, CountedBatch]]:
+        """Yield each batch, and the same to be computed with: copied beside the computation where that is possible."""
+        if self._runtime.has_streams and type(self._trainer)._prepare_batch is Hooks._prepare_batch:
+            yield from copy_to_device(batches, self._runtime)
+        else:
+            for batch in batches:
+                yield batch, batch
 
     def _parts(self, batch: Any, ready: Any, samples: int, size: int) -> Iterator[Weighed]:
         """Yield the parts of a batch, weighed; of a dummy batch only the first one. `ready` is on the device."""

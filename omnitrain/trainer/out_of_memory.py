@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from omnitrain.backends.backend import Backend
+from omnitrain.compute.device_runtime import device_runtime
 from omnitrain.compute.precision import free_memory, is_out_of_memory
 from omnitrain.compute.random_state import restore_rng, snapshot_rng
 from omnitrain.core.errors import ConfigError, DataError
@@ -190,16 +191,16 @@ def shortage_of(trainer: Hooks, work: Work, requested: int = 0) -> Shortage:
         sizes = [future_optimizer_bytes(group, _bytes(group["params"], device)) for group in backend.groups]
         future["future_optimizer_bytes"] = sum(sizes)
     splits = settings.batch_size if trainer._feed.microbatch_size is None else trainer._feed.microbatch_size
-    has_peak, has_capacity = device.type in ("cuda", "xpu"), device.type == "cuda"
+    runtime = device_runtime(device)
     return Shortage(
         work,
         parameters=_bytes(tensors, device),
         gradients=_bytes(gradients, device),
         state=_bytes(state, device),
         **future,
-        peak=torch.accelerator.max_memory_allocated(device) if has_peak else None,
+        peak=torch.accelerator.max_memory_allocated(device) if runtime.has_memory_stats else None,
         requested=requested,
-        capacity=torch.cuda.get_device_properties(device).total_memory if has_capacity else None,
+        capacity=runtime.total_memory,
         rows=splits if work == "training" else settings.eval_batch_size or settings.batch_size,
         world_size=trainer.ranks.world_size,
         is_sharded=backend.sharding is not None,

@@ -19,6 +19,7 @@ from torch import nn
 
 from omnitrain.arguments import DEFAULTS, Settings
 from omnitrain.backends.backend import Backend
+from omnitrain.compute.device_runtime import DeviceRuntime, device_runtime
 from omnitrain.compute.precision import read_on_cpu
 from omnitrain.core.errors import ConfigError, DataError, NonFiniteError, add_location
 from omnitrain.core.events import Event, find_overrides
@@ -85,20 +86,16 @@ class FiniteGuard:
 
     _MAX_PENDING = 32  # how many steps the host may lag behind before it waits
 
-    def __init__(self, device: torch.device, optimizer: Any, deferred: bool) -> None:
+    def __init__(self, runtime: DeviceRuntime, optimizer: Any, deferred: bool) -> None:
+        self._runtime = runtime
         self.deferred: bool = deferred
         self._pending: deque[tuple[int, Any, Any]] = deque()
         if deferred:
-            self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
-            self._host_flags = torch.zeros(self._MAX_PENDING, dtype=torch.float32, pin_memory=device.type == "cuda")
+            self._found_inf = torch.zeros((), dtype=torch.float32, device=runtime.device)
+            self._host_flags = runtime.host_buffer(self._MAX_PENDING)
             self._count = 0
             # the attributes that torch.amp.GradScaler sets for fused optimizers (`_step_supports_amp_scaling`)
             optimizer.found_inf, optimizer.grad_scale = self._found_inf, None
-
-    @staticmethod
-    def can_defer(device: torch.device, optimizer: Any) -> bool:
-        """Return whether reading is slow on the device, and the optimizer can skip updates there."""
-        return device.type == "cuda" and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
     def should_update(self, finiteness_value: float | torch.Tensor, locate: Callable[[], Any]) -> bool:
         """Return whether to take the step; a deferred guard returns True, and leaves the decision to the device.
@@ -116,10 +113,7 @@ class FiniteGuard:
         self._count += 1
         # to pinned memory, as a copy to pageable memory would wait for the device
         self._host_flags[slot].copy_(self._found_inf, non_blocking=True)
-        event = torch.cuda.Event() if self._found_inf.device.type == "cuda" else None
-        if event is not None:
-            event.record()
-        self._pending.append((slot, event, locate()))
+        self._pending.append((slot, self._runtime.record_event(), locate()))
         return True
 
     def first_bad(self, wait: bool = False) -> Any | None:
@@ -252,9 +246,9 @@ class Step:
         self._buffers = Buffers() if settings.on_nonfinite == "skip" or self._scales_loss or skips_spikes else None
         self._set_step_nr = getattr(self._trainer.unit, "set_step_nr", None)
         # a deferred verdict comes some steps late: good enough for an error, too late to skip the step
-        defers = settings.on_nonfinite == "raise" and not self._scales_loss
-        defers = defers and FiniteGuard.can_defer(self._backend.device, optimizer)
-        self.guard = FiniteGuard(self._backend.device, optimizer, defers)
+        runtime = device_runtime(self._backend.device)
+        defers = settings.on_nonfinite == "raise" and not self._scales_loss and runtime.can_skip_updates(optimizer)
+        self.guard = FiniteGuard(runtime, optimizer, defers)
 
     def _list_transforms(self) -> None:
         """List the algorithms by their methods, and reject those that the backend does not support."""

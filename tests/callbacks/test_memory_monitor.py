@@ -13,8 +13,8 @@ from marks import thinned
 from recipes import Trace, callback, no_room, rows, t16
 
 from omnitrain import Callback, ConfigError, MemoryMonitor
-from omnitrain.callbacks import memory_monitor
 from omnitrain.callbacks.memory_monitor import GIB, resident_memory
+from omnitrain.compute.device_runtime import RUNTIMES, DeviceRuntime
 
 CPU = torch.device("cpu")
 
@@ -32,10 +32,10 @@ class FakeDevice:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.peak = 0
-        monkeypatch.setattr(memory_monitor, "has_peaks", lambda device: True)
-        monkeypatch.setattr(memory_monitor, "read_peaks", self.read)
+        members = {"has_memory_stats": True, "read_peaks": lambda runtime: self.read()}
+        monkeypatch.setitem(RUNTIMES, "cpu", type("Runtime", (DeviceRuntime,), members))
 
-    def read(self, device: torch.device) -> tuple[int, int]:
+    def read(self) -> tuple[int, int]:
         peak, self.peak = self.peak, 0
         return peak, 2 * peak
 
@@ -113,10 +113,9 @@ def test_snapshot_is_written_when_memory_runs_out(
 
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
-    monkeypatch.setattr(memory_monitor, "has_peaks", lambda device: False)
     callbacks = [MemoryMonitor(snapshot=True), callback(on_step_end=end)]
     trainer = make("native", CPU, t16(), rows(24), save_dir=tmp_path, callbacks=callbacks)
-    monkeypatch.setattr(memory_monitor, "can_record", lambda device: True)
+    monkeypatch.setitem(RUNTIMES, "cpu", type("Runtime", (DeviceRuntime,), {"can_record_memory": True}))
     with pytest.raises(RuntimeError) as caught:
         trainer.train()
     path = tmp_path / "memory" / "rank0-step2.pickle"

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import transformers
+from fake_device import FakeDevice
 from recipes import rows, t16
 from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LinearLR, ReduceLROnPlateau, SequentialLR, StepLR
@@ -46,6 +47,11 @@ def test_optimizer_defaults_to_fused_adamw(model: nn.Module) -> None:
     optimizer = build_optimizer(None, model, 3e-4, 0.1)
     assert type(optimizer) is torch.optim.AdamW
     assert [optimizer.defaults[key] for key in ("lr", "weight_decay", "fused")] == [3e-4, 0.1, True]
+    with FakeDevice():  # as on a GPU
+        optimizers = [build_optimizer(name, model, 1.0, 0.0) for name in ("adam", "sgd", "rprop")]
+        assert [optimizer.defaults.get("fused") for optimizer in optimizers] == [True, True, None]
+        assert build_optimizer("adam", model, 1.0, 0.0, {"foreach": True}).defaults["fused"] is None
+    assert build_optimizer("sgd", model, 1.0, 0.0).defaults["fused"] is None
     model = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])  # which has no fused kernel
     optimizer = build_optimizer(None, model, 1e-3, 0.0)
     assert not optimizer.defaults["fused"]

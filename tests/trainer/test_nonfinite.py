@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from omnitrain import HookCallback
+from omnitrain.compute.device_runtime import device_runtime
 from omnitrain.trainer.meters import LossMeter
 from omnitrain.trainer.step import FiniteGuard
 
@@ -35,14 +36,14 @@ def test_loss_meter_is_nan_without_losses_and_sums_in_fp64() -> None:
 
 def test_reading_guard_updates_on_finite_values() -> None:
     parameters = [nn.Parameter(torch.ones(1))]
-    guard = FiniteGuard(CPU, torch.optim.SGD(parameters, lr=1.0), deferred=False)
+    guard = FiniteGuard(device_runtime(CPU), torch.optim.SGD(parameters, lr=1.0), deferred=False)
     for value in (1.0, 0.0, 1e300, NAN, INF):
         assert guard.should_update(torch.tensor(value, dtype=torch.float64), lambda: "here") is math.isfinite(value)
         assert guard.first_bad() is None and guard.first_bad(wait=True) is None
     fused, plain = torch.optim.AdamW(parameters, fused=True), torch.optim.AdamW(parameters)
-    cuda = torch.device("cuda")
-    assert FiniteGuard.can_defer(cuda, fused)
-    assert not FiniteGuard.can_defer(cuda, plain) and not FiniteGuard.can_defer(CPU, fused)
+    gpu = device_runtime(torch.device("cuda"))
+    assert gpu.can_skip_updates(fused)
+    assert not gpu.can_skip_updates(plain) and not device_runtime(CPU).can_skip_updates(fused)
 
 
 FUSED = {
@@ -60,7 +61,7 @@ class Run:
     def __init__(self, kind: str, deferred: bool = True) -> None:
         self.parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((2, 2), 2.0))]
         self.optimizer = FUSED[kind](self.parameters)
-        self.guard = FiniteGuard(CPU, self.optimizer, deferred)
+        self.guard = FiniteGuard(device_runtime(CPU), self.optimizer, deferred)
 
     def step(self, number: int, factor: float = 1.0) -> bool:
         for parameter in self.parameters:
@@ -122,7 +123,7 @@ def test_guard_release_restores_the_optimizer() -> None:
     run.step(1)
     assert not equal(run.state(), before)
     run.guard.release(run.optimizer)  # twice does no harm
-    run.guard = FiniteGuard(CPU, run.optimizer, deferred=True)  # and a second one starts from nothing
+    run.guard = FiniteGuard(device_runtime(CPU), run.optimizer, deferred=True)  # and a second one starts from nothing
     before = run.state()
     run.step(2)
     assert run.guard.first_bad(wait=True) is None and not equal(run.state(), before)
