@@ -44,6 +44,7 @@ from omnitrain import (
     Profiler,
     TensorBoardLogger,
     Throughput,
+    Trace,
     Trainer,
 )
 from omnitrain.data.sampling import EpochSampler
@@ -492,6 +493,7 @@ WATCHERS: dict[str, Watched] = {
     "TensorBoard": lambda folder: {"callbacks": [TensorBoardLogger(folder)]},
     "memory": callback(MemoryMonitor),
     "throughput": callback(Throughput),
+    "trace": saving(Trace),
     "distributions, between their steps": callback(Distributions, every=10**9),
     "preview, between its steps": callback(Preview, [0.0], every=10**9, function=lambda model, prompt: ""),
     "garbage collection": callback(GarbageCollection),
@@ -524,12 +526,23 @@ def watchers(quick: bool) -> list[Row]:
     data = TensorDataset(*points(400 if quick else 8000))
     every = 10 if quick else 100
     work = Training(mlp(), data, batch_size=8, epochs=3, log_every=every, loss_fn=cross_entropy, stretch=every)
+    return compare_watchers("watchers", work, WATCHERS, 1 if quick else 9)
+
+
+def traced(quick: bool) -> list[Row]:
+    """Measure what `Trace` adds to the steps of the small transformer; weights and losses are the same to the bit."""
+    compared = {name: saving() for name in ("nothing", "nothing again (A/A)")} | {"trace": saving(Trace)}
+    return compare_watchers("traced-transformer", encoding(quick, dropout=0.1), compared, 1 if quick else 9)
+
+
+def compare_watchers(case: str, work: Training, watchers: dict[str, Watched], rounds: int) -> list[Row]:
+    """Measure the work, watched by one thing at a time."""
     same = SameWork()
     variants = {
         name: timed(functools.partial(by_watched, work, watched), lambda outcome: same(outcome, 0.0), work.stretches)
-        for name, watched in WATCHERS.items()
+        for name, watched in watchers.items()
     }
-    return summarize("watchers", interleaved(variants, 1 if quick else 9), "us/step", 1e6 / work.steps)
+    return summarize(case, interleaved(variants, rounds), "us/step", 1e6 / work.steps)
 
 
 # --- evaluation
@@ -727,6 +740,7 @@ CASES: dict[str, Callable[[bool], list[Row]]] = {
     "hf": hf,
     "hf-transformer": hf_transformer,
     "watchers": watchers,
+    "traced-transformer": traced,
     "evaluation": evaluation,
     "eval-memory": memory,
     "imports": imports,

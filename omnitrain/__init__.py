@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from omnitrain.callbacks.preview import Preview as Preview
     from omnitrain.callbacks.profiler import Profiler as Profiler
     from omnitrain.callbacks.throughput import Throughput as Throughput
+    from omnitrain.callbacks.trace import Trace as Trace
     from omnitrain.callbacks.train_hook import HookCallback as HookCallback
     from omnitrain.callbacks.train_hook import TrainHook as TrainHook
     from omnitrain.cli.compare import RunComparison as RunComparison
@@ -135,6 +136,7 @@ _EXPORTS = {
     "callbacks.preview": "Preview",
     "callbacks.profiler": "Profiler",
     "callbacks.throughput": "Throughput",
+    "callbacks.trace": "Trace",
     "callbacks.train_hook": "HookCallback TrainHook",
     "cli.compare": "RunComparison compare_runs",
     "config.configuration": "Config",

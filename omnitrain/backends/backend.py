@@ -7,7 +7,7 @@ that depends on where the weights are. `trainer/step.py` decides when to call it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
@@ -21,6 +21,7 @@ from omnitrain.checkpoint.initial_weights import InitialWeights
 from omnitrain.checkpoint.tensor_files import host_copy
 from omnitrain.compute.precision import Dtypes, read_on_cpu
 from omnitrain.compute.random_state import isolated_rng
+from omnitrain.compute.tensor_digests import digest_tensors
 from omnitrain.core.errors import ConfigError, format_list
 from omnitrain.core.events import ProfilerRanges, wrap_in_range
 from omnitrain.distributed.ranks import Ranks
@@ -384,6 +385,10 @@ class Backend:
     def shard_and_groups(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
         """Return this rank's shard of a weight or gradient, and the process groups of the other shards."""
         return tensor, []
+
+    def digest(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Return the digest of weights or gradients, two int64 on the device, on the main rank; all ranks call it."""
+        return digest_tensors(tensors) if self.ranks.is_main else None
 
     # --- checkpoints
 

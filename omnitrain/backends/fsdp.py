@@ -6,13 +6,14 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
@@ -24,6 +25,7 @@ from omnitrain.backends.norms import match_norm_dtypes
 from omnitrain.backends.start import WeightInitializer, block_target, full_target, is_plain, named_tensors, names_by_id
 from omnitrain.checkpoint.state_dicts import from_json, load_with_custom_hooks
 from omnitrain.compute.activation_checkpointing import blocks_in
+from omnitrain.compute.tensor_digests import digest_words, to_words
 from omnitrain.core.errors import ConfigError, format_list
 from omnitrain.optim.build import try_step
 from omnitrain.optim.muon import Muon
@@ -233,6 +235,28 @@ class FSDP(DDP):
         ]
         return tensor.to_local(), groups
 
+    def digest(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        total, start = torch.zeros(2, dtype=torch.int64, device=self.device), 0
+        sums: dict[tuple[Any, ...], torch.Tensor] = {}
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            size = -(-tensor.numel() * tensor.element_size() // 8)
+            offset = _first_word(tensor) if isinstance(tensor, DTensor) else None
+            if offset is None:
+                full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                total += digest_words(to_words(full), start).to(self.device)
+            else:  # every rank digests its shard
+                local, groups = self.shard_and_groups(tensor)
+                part, key = digest_words(to_words(local), start + offset).to(self.device), tuple(groups)
+                sums[key] = sums[key] + part if key in sums else part
+            start += size
+        for groups, part in sums.items():
+            for group in groups:
+                dist.all_reduce(part, group=group)
+            total += part
+        return total
+
     def local_shard(self, tensor: Any) -> torch.Tensor:
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -297,3 +321,15 @@ def _warn_if_undivided(model: nn.Module) -> None:
             "'transformer_based_wrap', transformer_cls_names_to_wrap=%s).", type(model).__name__.removeprefix("FSDP"),
             layers,
         )  # fmt: skip
+
+
+def _first_word(tensor: DTensor) -> int | None:
+    """Return where this rank's shard begins, in words of 8 bytes; None if it is not one block of words."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    is_by_rows = all(placement.is_replicate() or placement == Shard(0) for placement in tensor.placements)
+    row = math.prod(tensor.shape[1:]) * tensor.element_size()
+    if not is_by_rows or row % 8 or not tensor.ndim:
+        return None
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offsets[0] * row // 8

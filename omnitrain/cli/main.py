@@ -331,7 +331,7 @@ def _add_verify(commands: Any) -> None:
     verify = _add_command(
         commands,
         "verify",
-        "Compare the files of a run with their hashes, and its record with the data, code and packages that are there.",
+        "Compare a run's files with their hashes, and its record with the code and data that are there.",
         "Exit code 0: nothing has changed; 1: something has; 2: it could not be compared.",
     )
     verify.add_argument("path", type=_place, metavar="RUN", help="the folder or address of a run, or of a checkpoint")

@@ -183,7 +183,8 @@ class RowLogger(Callback, ABC):
         self._lost, self._is_active = 0, False
         self._is_active = self._begin(trainer, is_test)
 
-    def _append(self, trainer: TrainerLike, kind: str, values: Mapping[str, Any]) -> None:
+    def _append(self, trainer: TrainerLike, kind: str, values: Mapping[str, Any], is_final: bool | None = None) -> None:
+        """Write a row, which by default is final if the run is closing."""
         if not self._is_active:
             return
         step, epoch = values.get("step", trainer.progress.step), values.get("epoch", round(trainer.progress.epochs, 6))
@@ -196,7 +197,8 @@ class RowLogger(Callback, ABC):
         if kind in ("train", "eval"):  # a step may have several tests and reports
             self._last[kind] = position
         self._lost += len(self._pending) == self._pending.maxlen
-        self._pending.append(LogRow(kind, int(step), epoch, values, trainer.lifecycle.is_closing))
+        is_final = trainer.lifecycle.is_closing if is_final is None else is_final
+        self._pending.append(LogRow(kind, int(step), epoch, values, is_final))
         self._flush(trainer)
 
     def _flush(self, trainer: TrainerLike) -> None:

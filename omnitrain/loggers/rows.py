@@ -154,8 +154,13 @@ class JsonlLogger(RowFile):
         return (json.dumps(values, allow_nan=False) + "\n").encode()
 
     def _parse(self, line: bytes) -> Mapping[str, Any] | None:
-        row = read_row(line)
-        return None if row is None or "epoch" not in row else row
+        return parse_row(line)
+
+
+def parse_row(line: bytes) -> Mapping[str, Any] | None:
+    """Return the row in a line of JSON; None if it has no kind, step and epoch."""
+    row = read_row(line)
+    return None if row is None or "epoch" not in row else row
 
 
 class CsvLogger(RowFile):

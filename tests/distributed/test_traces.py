@@ -1,0 +1,69 @@
+"""`Trace` on two processes: the digests of one process, where the numbers are the same to the bit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backends import PROCESSES, Jobs, asked_for, launch_all, make_trainer, sound
+from recipes import StopAt
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from omnitrain import Trace
+from omnitrain.callbacks.trace import TRACED
+
+
+def trace(backend: str, folder: str, stop: int = 0) -> dict[str, Any]:
+    """Train 4 steps on small whole numbers, whose sums are exact in any order."""
+    generator = torch.Generator().manual_seed(5)
+    numbers = torch.randint(-3, 4, (16, 8), generator=generator).double()
+    model = nn.Linear(4, 4).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.randint(-3, 4, (4, 4), generator=generator))
+        model.bias.zero_()
+    trainer = make_trainer(
+        backend, model, TensorDataset(numbers[:, :4].clone(), numbers[:, 4:].clone()), loss_fn=F.mse_loss, epochs=2,
+        batch_size=8 // PROCESSES[backend], learning_rate=0.25, optimizer="torch.optim.SGD", max_grad_norm=None,
+        save_dir=folder, save_steps=1, callbacks=[Trace(), *([StopAt(stop)] if stop else [])],
+    )  # fmt: skip
+    trainer.train(resume_from="auto")
+    return {}
+
+
+@pytest.fixture(scope="module")
+def traces(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder, jobs = tmp_path_factory.mktemp("traces"), Jobs()
+    for backend in {"native", "ddp"} | asked_for(request, "backend"):
+        jobs.add(backend, backend, trace, folder=str(folder / backend))
+    jobs.add("stopped", "ddp", trace, folder=str(folder / "stopped"), stop=2)
+    jobs.add("resumed", "native", trace, folder=str(folder / "stopped"))
+    # in this order, as the last job resumes what the one before has saved
+    results = sound(launch_all(jobs[:-1], folder / "a"))
+    results |= sound(launch_all(jobs[-1:], folder / "b"))
+
+    def read(name: str) -> list[dict[str, Any]]:
+        assert results[name] is not None
+        return [json.loads(line) for line in (folder / name / "trace.jsonl").read_text().splitlines()]
+
+    return read
+
+
+@pytest.mark.parametrize("backend", [
+    "ddp", "fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hf2", "zero1", "zero3", "hf_fsdp"))
+])  # fmt: skip
+def test_trace_is_that_of_one_process(backend: str, traces: Any) -> None:
+    hidden = {"zero1": {"gradients"}, "zero3": {"gradients", "weights", "update"}}.get(backend, set())
+    expected, lines = traces("native"), traces(backend)
+    assert len(lines) == 4
+    for line, reference in zip(lines, expected, strict=True):
+        names = [name for name in TRACED if name not in hidden]
+        assert {name: line.get(name) for name in names} == {name: reference[name] for name in names}
+        assert line["mean_loss"] == reference["mean_loss"]
+
+
+def test_trace_continues_on_one_process(traces: Any) -> None:
+    assert traces("ddp") == traces("stopped") == traces("native")
