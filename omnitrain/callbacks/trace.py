@@ -104,6 +104,13 @@ class Trace(RowFile):
                 trainer._seed()  # type: ignore[attr-defined]
                 self._seeded = _digest_random(trainer.device)
 
+    def on_checkpoint_loaded(self, trainer: TrainerLike) -> None:
+        """Drop the rows after a checkpoint to which the run goes back."""
+        if self._is_active:
+            self._copies.clear()
+            self._end(trainer)
+            self._start(trainer, is_test=False)
+
     def on_step_start(self, trainer: TrainerLike) -> None:
         """Digest what the step begins with."""
         self._is_tracing = not (trainer.progress.step + 1) % self.every

@@ -17,7 +17,7 @@ from resuming import Killed
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from omnitrain import AccelerateTrainer, Callback, ConfigError, HFTrainer, Trace
+from omnitrain import AccelerateTrainer, Callback, ConfigError, Event, HFTrainer, Trace
 from omnitrain.callbacks.trace import TRACED
 from omnitrain.data.sampling import EpochSampler
 
@@ -123,6 +123,21 @@ def test_trace_continues_after_a_kill(step: int, tmp_path: Path) -> None:
         file.write('{"kind": "st')  # as a process leaves it that was killed while it wrote
     small_trainer(save_dir=tmp_path / "b", model=t16(0.2), save_steps=2, callbacks=[Trace()]).train(resume_from="last")
     assert read(tmp_path / "b") == expected
+
+
+class GoesBack(Callback):
+    """Goes back to step 4 once, after step 6."""
+
+    def on_step_start(self, trainer: Any) -> None:
+        if trainer.progress.step == 6:
+            trainer.lifecycle.unsubscribe(self, Event.STEP_START)
+            trainer.progress.step = 4
+            trainer.lifecycle.emit(Event.CHECKPOINT_LOADED)
+
+
+def test_trace_drops_rows_after_a_rewind(tmp_path: Path) -> None:
+    steps = [line["step"] for line in traced(tmp_path / "a", GoesBack(), max_steps=8, epochs=3)]
+    assert steps == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_trace_continues_longer_run(tmp_path: Path) -> None:
