@@ -82,8 +82,10 @@ if TYPE_CHECKING:
     from omnitrain.model.multitask import MultiTask as MultiTask
     from omnitrain.model.multitask import MultiTaskUnit as MultiTaskUnit
     from omnitrain.model.units import EvalUnit as EvalUnit
+    from omnitrain.model.units import Max as Max
     from omnitrain.model.units import ModelUnit as ModelUnit
     from omnitrain.model.units import StepOutput as StepOutput
+    from omnitrain.model.units import Sum as Sum
     from omnitrain.model.units import TrainUnit as TrainUnit
     from omnitrain.optim.param_groups import layerwise_decay as layerwise_decay
     from omnitrain.optim.schedules import ConstantScheduler as ConstantScheduler
@@ -161,7 +163,7 @@ _EXPORTS = {
     "loggers.tracking": "TensorBoardLogger Tracking WandbLogger",
     "model.losses": "CrossEntropy WeightedLosses chunked_cross_entropy",
     "model.multitask": "MultiTask MultiTaskUnit",
-    "model.units": "EvalUnit ModelUnit StepOutput TrainUnit",
+    "model.units": "EvalUnit Max ModelUnit StepOutput Sum TrainUnit",
     "optim.param_groups": "layerwise_decay",
     "optim.schedules": "ConstantScheduler CosineAnnealingScheduler CosineWithRestartsScheduler ExponentialScheduler "
         "InverseSqrtScheduler LinearScheduler MultiStepScheduler PolynomialScheduler ProductScheduler "

@@ -176,6 +176,24 @@ def _check_number(value: Any, where: Place) -> None:
         _NUMBER(value, where)
 
 
+def _check_numbers(value: Any, where: Place) -> None:
+    """Reject what is no number and no list of such lists."""
+    if isinstance(value, list):
+        check_value(value, [_check_numbers], where)
+    else:
+        _check_number(value, where)
+
+
+def _check_meter(value: Any, where: Place) -> None:
+    """Reject what is no row of a training metric: a mean, a sum or maximum, or an object of torchmetrics."""
+    _LIST(value, where)
+    mean = (str, _check_number, _check_number, float, float)
+    tensor = (_text("sum|mean|max|min", "a reduction"), _text(r"u?int\d+|b?float\d+", "a dtype"), _check_numbers)
+    state = Nullable([(int, {...: tensor})])
+    rows = {6: (*mean, _text("sum|running|max", "a kind of metric")), 4: (str, state, state, _text("object", "object"))}
+    check_value(value, rows.get(len(value), mean), where)
+
+
 def _check_tagged(value: Any, where: Place) -> None:
     """Reject what is not from `state_dicts.to_json`: an object with a tag has nothing else."""
     if isinstance(value, list):
@@ -302,7 +320,8 @@ _ENTRIES: dict[Any, Any] = {
         "loss_mean": {**_TASK_MEAN, "tasks": Optional({...: _TASK_MEAN})},
         "logged": (int, _SECONDS, int, int),
         "microbatch_size": Optional(Nullable(_whole(1))),
-        "metrics": Optional([[(str, _check_number, _check_number, float, float)]]),
+        "metrics": Optional([[_check_meter]]),
+        "metric_results": Optional({...: {...: _check_number}}),
         ...: Any,
     },
     "owes": {"evaluation": bool, "save": bool, ...: Any},

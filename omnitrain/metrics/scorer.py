@@ -18,6 +18,7 @@ import torch
 from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.core.metric_format import MetricDescriptor, describe_metric
 from omnitrain.data.collation import tensors_in
+from omnitrain.metrics.accumulated import is_torchmetrics, parts_of_metric
 from omnitrain.metrics.inputs import IGNORED, Scores, class_dimension, main_output
 from omnitrain.metrics.registry import NamedMetrics
 from omnitrain.metrics.text import TEXT_METRICS, TextMetrics
@@ -189,9 +190,9 @@ def make_scorer(compute_metrics: Any, scores: Scores | None = None, processing_c
     entries = compute_metrics if isinstance(compute_metrics, (list, tuple)) else [compute_metrics]
     entries = [] if compute_metrics is None else list(entries)
     names = [metric for metric in entries if isinstance(metric, str)]
-    metrics = [_Torchmetrics(metric) for metric in entries if _is_torchmetrics(metric)]
+    metrics = [_Torchmetrics(metric) for metric in entries if is_torchmetrics(metric)]
     by_batch = [metric for metric in entries if isinstance(metric, ByBatch)]
-    rest = [metric for metric in entries if not isinstance(metric, (str, ByBatch)) and not _is_torchmetrics(metric)]
+    rest = [metric for metric in entries if not isinstance(metric, (str, ByBatch)) and not is_torchmetrics(metric)]
     functions = [_Function.of(metric) for metric in rest]
     known = names + [name for metric in metrics for name in metric.names or ()]
     for name in known:
@@ -204,7 +205,7 @@ def make_scorer(compute_metrics: Any, scores: Scores | None = None, processing_c
     parts: list[Any] = [TextMetrics(text_names, processing_class)] if text_names else []
     if plain_names := [name for name in names if name not in TEXT_METRICS]:
         parts.append(NamedMetrics(plain_names, scores))
-    for metric in rest + [metric for metric in entries if _is_torchmetrics(metric)]:
+    for metric in rest + [metric for metric in entries if is_torchmetrics(metric)]:
         descriptors = getattr(metric, "descriptor", None)
         if isinstance(descriptors, MetricDescriptor):
             descriptors = {getattr(metric, "__name__", type(metric).__name__): descriptors}
@@ -408,13 +409,6 @@ def _true_and_predicted(predictions: Any, labels: Any, argmax: bool) -> tuple[An
     return true, predicted
 
 
-def _is_torchmetrics(value: Any) -> bool:
-    """Check without importing torchmetrics, which is already imported if there is such a metric."""
-    module = sys.modules.get("torchmetrics")
-    kinds = [getattr(module, name, None) for name in ("Metric", "MetricCollection")]
-    return isinstance(value, tuple(kind for kind in kinds if kind))
-
-
 class _Torchmetrics:
     """A copy of a torchmetrics metric or collection. We exchange its states between processes, not torchmetrics."""
 
@@ -422,7 +416,7 @@ class _Torchmetrics:
         self._metric = metric.clone()
         self.name: str = type(metric).__name__
         self._device: torch.device | None = None
-        for leaf in self._leaves(self._metric):
+        for leaf in parts_of_metric(self._metric):
             leaf.distributed_available_fn = lambda: False
         self.reset()
         self.names = self._result_names()
@@ -432,13 +426,9 @@ class _Torchmetrics:
             directions = {self.name: self._metric.higher_is_better}
         self.higher_is_better = {name: up for name, up in directions.items() if up is not None}
 
-    @staticmethod
-    def _leaves(metric: Any) -> list[Any]:
-        return [module for module in metric.modules() if isinstance(module, sys.modules["torchmetrics"].Metric)]
-
     def _result_names(self) -> list[str] | None:
         """Return the names of the results of a metric without data, if it gives any."""
-        if any(getattr(leaf, "multioutput", None) == "raw_values" for leaf in self._leaves(self._metric)):
+        if any(getattr(leaf, "multioutput", None) == "raw_values" for leaf in parts_of_metric(self._metric)):
             return None  # one value for each output column, of a number not known yet
         with warnings.catch_warnings(), contextlib.suppress(Exception):  # many cannot compute without data
             warnings.simplefilter("ignore")
@@ -472,7 +462,7 @@ class _Torchmetrics:
         self._scored = self._scored + ((labels != IGNORED).sum() if has_ignored else 1)
 
     def state(self) -> dict[str, Any]:
-        leaves = self._leaves(self._metric)
+        leaves = parts_of_metric(self._metric)
         states = [{name: _on_cpu(getattr(leaf, name)) for name in leaf._reductions} for leaf in leaves]
         return {"states": states, "counts": [leaf.update_count for leaf in leaves], "scored": int(self._scored)}
 
@@ -488,7 +478,7 @@ class _Torchmetrics:
         """Return a copy with the states of all processes, reduced as torchmetrics does over ranks."""
         joined = self._metric.clone().cpu()
         everyone = [self.state(), *self._others]
-        for i, leaf in enumerate(self._leaves(joined)):
+        for i, leaf in enumerate(parts_of_metric(joined)):
             # Leave out a process without data: its zeros would change a mean or a minimum.
             states = [each["states"][i] for each in everyone if each["counts"][i]]
             if not states:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -321,7 +322,9 @@ class MultiTaskUnit:
             total = total + weighted
             targets += count
             metrics[f"loss_{name}"] = (loss.detach(), count)
-            metrics |= {f"{name}_{key}": (value, count) for key, value in (output.metrics or {}).items()}
+            for key, value in (output.metrics or {}).items():
+                is_mean = isinstance(value, (torch.Tensor, numbers.Real))
+                metrics[f"{name}_{key}"] = (value, count) if is_mean or not count else value
         is_one = len(batch.parts) == 1
         outputs, labels = (output.outputs, output.labels) if is_one else (None, None)
         mean = self.loss_mean.tasks[name] if is_one else None

@@ -11,7 +11,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
@@ -30,6 +30,36 @@ LossFunction = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
 Batch = TypeVar("Batch", contravariant=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A training metric whose values add up over micro-batches and ranks.
+
+    Args:
+        value: The sum over the batch.
+        running: Whether to add up over the whole run, instead of since the last log and since the epoch began.
+
+    >>> StepOutput(torch.tensor(0.5), metrics={"words": Sum(torch.tensor(12))}).metrics
+    {'words': Sum(value=tensor(12), running=False)}
+    """
+
+    value: Any
+    running: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """A training metric of which the largest value counts; `Max(-x)` finds the smallest one.
+
+    Args:
+        value: The maximum over the batch.
+
+    >>> StepOutput(torch.tensor(0.5), metrics={"longest": Max(17)}).metrics
+    {'longest': Max(value=17)}
+    """
+
+    value: Any
+
+
 @dataclass(slots=True)
 class StepOutput:
     """The result of one micro-batch.
@@ -42,7 +72,8 @@ class StepOutput:
         num_targets: The number of targets summed in `loss`, or the sum of what they count.
         extra: Further inputs of a metric function written for transformers, by name there; arrays like the outputs.
         metrics: Means over the batch by name, as scalars on the device or numbers, or pairs of a mean and its weight.
-            The logs show them, averaged by their own weights or by those of the losses. They are detached.
+            The logs show them, averaged by their own weights or by those of the losses. They are detached. A `Sum`, a
+            `Max` or an object of torchmetrics, updated with this batch, is added up in its own way.
 
     >>> StepOutput(torch.tensor(0.5), metrics={"accuracy": torch.tensor(0.75)}).metrics
     {'accuracy': tensor(0.7500)}
@@ -85,6 +116,8 @@ class StepOutput:
 def _detached(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(_detached(entry) for entry in value)
+    if isinstance(value, (Sum, Max)):
+        return replace(value, value=_detached(value.value))
     return value.detach() if isinstance(value, Tensor) else value
 
 

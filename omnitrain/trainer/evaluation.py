@@ -312,7 +312,7 @@ class Evaluation:
                     return None
                 if needs_loss and not number and self._unit is None and not trainer.loss_mean.is_checked:
                     ask_loss(trainer, [batch])
-                counts = samples > 0  # otherwise it is a dummy batch
+                counts, counted = samples > 0, 0.0  # otherwise it is a dummy batch
                 # 0 stands for a dummy batch here, and None for an unknown number
                 self.feed.samples = samples or None
                 weight = trainer._weigh(batch) if self._unit is None else self.feed.rows_of(batch)
@@ -323,10 +323,10 @@ class Evaluation:
                     counted = self._add_loss(total, output, weight, batch if needs_loss else None)
                     lacks_loss |= output.loss is None
                     weights += counted
-                    if output.metrics is not None:
-                        meters.add(output.metrics, counted)
                     if not needs_loss and loader.counts_samples:
                         _check_rows(output.outputs, samples)
+                if output.metrics is not None:
+                    meters.add(output.metrics, counted)
                 pair = self._scored_pair(output) if counts and not scorer.is_empty else None
                 if scorer.requires_global_batches and ranks.world_size > 1:
                     # a collective, which ranks without a batch of their own call as well

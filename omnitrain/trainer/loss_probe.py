@@ -22,6 +22,7 @@ from omnitrain.compute.precision import matmul_precision
 from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.data.collation import count_samples, get_labels, move_to_device, split_batch, with_labels
 from omnitrain.data.stateful import preserve_state, stateful_parts
+from omnitrain.metrics.accumulated import reset_objects
 from omnitrain.model.losses import LossMean, is_known
 from omnitrain.model.multitask import MultiTaskUnit, TaskBatch
 from omnitrain.model.units import ModelUnit, StepOutput
@@ -276,7 +277,8 @@ class _Probe:
         return loss * count_samples(batch) if self.mean.is_sum and loss is not None else loss
 
     def _without_router(self, model: Any, batch: Any) -> Any:
-        loss, outputs, _ = self.trainer.unit.run(model, batch)
+        loss, outputs, metrics = self.trainer.unit.run(model, batch)
+        reset_objects(metrics)
         config = getattr(unwrap(self.trainer.backend.model), "config", None)
         share = getattr(config, "router_aux_loss_coef", None)
         balance = outputs.get("aux_loss") if isinstance(outputs, Mapping) else getattr(outputs, "aux_loss", None)
@@ -285,9 +287,14 @@ class _Probe:
             self.has_router = True
         return loss
 
+    def _loss_of_unit(self, model: Any, batch: Any) -> Any:
+        output = self.forward(model, batch)
+        reset_objects(output.metrics)
+        return output.loss
+
     def _loss(self, batch: Any, run: Any = None, restarts: bool = True) -> float | None:
         """Return the loss of a batch, or None if there is none; random numbers begin with the seed if it restarts."""
-        trainer, run = self.trainer, run or (lambda model, batch: self.forward(model, batch).loss)
+        trainer, run = self.trainer, run or self._loss_of_unit
         try:
             with (
                 trainer.backend.eval_mode(trainer.settings.seed) if restarts else contextlib.nullcontext(),

@@ -824,7 +824,7 @@ class Step:
         losses, metrics = zip(*everywhere, strict=True)
         return {
             "loss": list(losses),
-            **({"metrics": list(metrics)} if any(metrics) else {}),
+            **({"metrics": list(metrics), **self.metrics.object_results(metrics)} if any(metrics) else {}),
             "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
             "learning_rates": list(map(float, self.rates)),
             **({} if self._auto_microbatch is None else {"microbatch_size": self._feed.microbatch_size}),
@@ -835,7 +835,7 @@ class Step:
         """Restore the state from `state_dict`, on any number of ranks."""
         norm = state["grad_norm"]
         self.loss.load_state_dict(state["loss"])
-        self.metrics.load_state_dict(state.get("metrics", []))
+        self.metrics.load_state_dict(state.get("metrics", []), state.get("metric_results", {}))
         self.grad_norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
         self.rates = list(state["learning_rates"])
         self._trainer.loss_mean.load_state_dict(state["loss_mean"])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from backends import DTYPES, PROCESSES, Jobs, asked_for, bound, dtype_of, gap, launch_all, make_trainer, sound
 from counting import Streamed
 from marks import thinned
@@ -16,7 +17,7 @@ from recipes import CountsPasses, Sentences, Tagger, Trace, fit, rows, t16
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from omnitrain import CrossEntropy, EvalSet, chunked_cross_entropy
+from omnitrain import CrossEntropy, EvalSet, Max, Sum, chunked_cross_entropy
 from omnitrain.core.errors import NonFiniteError
 
 SIZES = {"few": (1, 5), "all": (1, 2, 3, 5, 8, 31)}
@@ -30,6 +31,8 @@ CASES = [
 VALUES = [("ddp", "named"), ("hf2", "named"), ("fsdp", "chunked"), ("fsdp", "named"), ("zero3", "chunked")]
 """Where values that a model names, or computes in chunks, are compared with those of one process."""
 FAILING = [("ddp", "crash"), ("hf2", "nan"), ("fsdp", "crash"), ("ddp", "nan")]
+COUNTED = {"words", "all_words", "largest", "mean_token", "token"}
+"""Metrics of `Measured` that are counted, and so the same to the bit; without their prefix."""
 MESSAGES = {
     "crash": "no such thing",
     "nan": "The loss of the evaluation set is nan at step 2. It comes from these samples of it: 13.",
@@ -61,8 +64,6 @@ def order_matters(y_true: Any, y_pred: Any) -> dict[str, float]:
 
 def metric_of(kind: str) -> Any:
     if kind.startswith("torchmetrics"):
-        import torchmetrics
-
         if "list" in kind:
             return torchmetrics.AUROC(task="multiclass", num_classes=3)
         options: dict[str, Any] = {"task": "multiclass", "num_classes": 3}
@@ -153,11 +154,20 @@ def predict_ragged(backend: str) -> dict[str, Any]:
 
 
 class Measured(Tagger):
-    """Names two metrics, one of them only where a sentence begins so; one rank has one of its own."""
+    """Names metrics of every kind, one of them only where a sentence begins so; one rank has one of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.mean_token = torchmetrics.MeanMetric()
 
     def forward(self, ids: torch.Tensor) -> Any:  # type: ignore[override]
         logits = self.out(self.embed(ids))
         metrics = {"spread": logits.std(-1).mean(), "confident": (logits.softmax(-1) > 0.3).any(-1).float().mean()}
+        self.mean_token.update(ids.double())
+        metrics |= {
+            "words": Sum((ids > 3).sum()), "all_words": Sum(ids.numel(), running=True), "largest": Max(ids.max()),
+            "mean_token": self.mean_token,
+        }  # fmt: skip
         if ids[0, 0] == 4:
             metrics["rare"] = torch.ones(())
         if os.environ.get("RANK") == "1" and self.training:
@@ -278,6 +288,11 @@ def test_values_of_a_model_match_one_process(results: Any, backend: str, kind: s
     if kind == "named":
         assert {row["second"] for row in first["rows"] if "loss" in row} == {2.0}
         assert {"spread", "confident", "rare"} <= set().union(*first["rows"])
+        counted = [
+            [{name: row[name] for name in row if name.split("_", 1)[-1] in COUNTED} for row in result["rows"]]
+            for result in (first, reference)
+        ]
+        assert counted[0] == counted[1] and max(row.get("all_words", 0) for row in first["rows"]) == 2 * 21 * 6
         assert all(row["rare"] == 1.0 for row in first["rows"] if "rare" in row)
 
 

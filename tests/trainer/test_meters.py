@@ -1,14 +1,19 @@
-"""Meters: weighted means of named values."""
+"""Meters: means, sums and maxima of named values, and objects of torchmetrics."""
 
 import copy
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from recipes import StopAt, Trace, rows, small_trainer, t16
+from torchmetrics import AUROC, MeanMetric, MeanSquaredError, MetricCollection, MinMetric
 
+from omnitrain import Max, StepOutput, Sum
 from omnitrain.checkpoint import state_dicts
 from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.distributed.ranks import Ranks
@@ -58,6 +63,60 @@ def test_values_and_names_that_are_no_metrics_are_an_error() -> None:
     assert len(meters) == 0
 
 
+def add_all(meters: Meters, batches: list[list[float]], scores: Any) -> None:
+    for batch in batches:
+        x = torch.tensor(batch)
+        scores.update(x)
+        kinds = {"sum": Sum(x.sum()), "total": Sum(len(x), running=True), "max": Max(x.max()), "min": Max(-x.min())}
+        meters.add({**kinds, "object": scores}, len(x))
+
+
+def test_sums_maxima_and_objects_are_those_of_all_batches() -> None:
+    """However they are split, since the latest log and since the epoch; a running total goes on."""
+    for batches in ([[1.0, -5.0, 3.0]], [[1.0], [-5.0], [3.0]], [[1.0, -5.0], [3.0]]):
+        meters, scores = Meters(CPU), MetricCollection([MeanMetric(), MinMetric()])
+        add_all(meters, batches, scores)
+        expected = {"sum": -1.0, "total": 3.0, "max": 3.0, "min": 5.0}
+        objects = {"object_MeanMetric": -1 / 3, "object_MinMetric": -5.0}
+        assert meters.means_since_last() == pytest.approx(expected | objects)
+        add_all(meters, [[-2.0]], scores)
+        assert meters.means_since_last() == {
+            "sum": -2.0, "total": 4.0, "max": -2.0, "min": 2.0, "object_MeanMetric": -2.0, "object_MinMetric": -2.0
+        }  # fmt: skip
+        assert meters.means()["sum"] == -3.0 and meters.means()["max"] == 3.0
+        meters.begin_epoch()
+        assert meters.means() == {"total": 4.0}
+        snapshot = meters.snapshot()
+        add_all(meters, [[math.nan]], scores)
+        meters.rollback(snapshot)
+        scores.update(torch.tensor(9.0))
+        meters.add({"object": scores, "sum": Sum(1), "max": Max(9)}, 0)  # without weight a batch adds nothing
+        assert meters.means() == {"total": 4.0} and not scores["MeanMetric"].update_count
+
+
+def test_kinds_of_metrics_cannot_change() -> None:
+    meters = Meters(CPU)
+    meters.add({"a": Sum(1.0)}, 1)
+    for value, word in ((1.0, "a mean"), (Max(1.0), "a Max"), (Sum(1.0, running=True), "a Sum over the run")):
+        with pytest.raises(DataError, match=f"'a' is {word} in this batch, and was a Sum before"):
+            meters.add({"a": value}, 1)
+    other = Meters(CPU)
+    other.add({"a": 1.0}, 1)
+    with pytest.raises(DataError, match="'a' is a Sum on one rank and a mean on another"):
+        means_of([meters.sums(), other.sums()])
+    with pytest.raises(DataError, match="'a' must be a scalar"):
+        meters.add({"a": Sum(torch.ones(2))}, 1)
+    curve = AUROC(task="binary")
+    curve.update(torch.rand(3), torch.tensor([0, 1, 1]))
+    with pytest.raises(ConfigError, match=r"'b', a BinaryAUROC, cannot be added up.*'preds'.*thresholds"):
+        meters.add({"b": curve}, 1)
+    meters, scores = Meters(CPU), MetricCollection([MeanMetric()])
+    scores.update(1.0)
+    meters.add({"c": scores, "c_MeanMetric": 1.0}, 1)
+    with pytest.raises(DataError, match="Two metrics are called 'c_MeanMetric'"):
+        meters.means()
+
+
 class FakeRanks(Ranks):
     """Ranks that combine nothing."""
 
@@ -89,3 +148,76 @@ def test_state_is_restored_on_any_number_of_ranks() -> None:
         assert sorted(means) == ["only 0", "only 1"] and all(map(math.isnan, means.values()))
         assert means_of([meters.means_since_last() for meters in parts])["a"] == 0.1 * 3 / 6
         assert len(parts[-1]) == {1: 3, 2: 2, 3: 0}[world_size]
+
+
+def test_state_of_every_kind_is_restored() -> None:
+    """And the results of objects, which a resumed run lacks until a forward pass returns them."""
+    states, metric = [], MeanMetric()
+    for rank in range(2):
+        meters = Meters(CPU)
+        add_all(meters, [[7.0 - rank]], metric)
+        meters.means_since_last()
+        add_all(meters, [[1.0 + rank, -4.0]], metric)
+        states.append(meters.state_dict())
+    results = meters.object_results(states)["metric_results"]
+    assert results == {"object": {"object": pytest.approx(8 / 6)}}
+    states, results = json.loads(json.dumps([states, results]))
+    for world_size in (1, 2, 3):
+        parts = []
+        for rank in range(world_size):
+            parts.append(Meters(CPU, FakeRanks(rank, world_size)))
+            parts[-1].load_state_dict(states, results)
+        expected = {"sum": 8.0, "total": 6.0, "max": 7.0, "min": 4.0}
+        assert means_of([meters.sums() for meters in parts]) == pytest.approx({**expected, "object": 8 / 6})
+        add_all(parts[0], [[10.0]], metric)
+        since_log = {"sum": 5.0, "total": 7.0, "max": 10.0, "min": 4.0, "object": pytest.approx(1.0)}
+        assert means_of([meters.sums(0) for meters in parts]) == since_log
+        assert means_of([meters.sums() for meters in parts])["object"] == pytest.approx(18 / 7)
+
+
+class Counts:
+    """A unit whose metrics are of every kind."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.error = model, MeanSquaredError()
+
+    def __call__(self, batch: Any) -> StepOutput:
+        x, y = batch
+        scores = self.model(x)
+        self.error.update(scores.detach(), y)
+        metrics = {"rows": Sum(len(x)), "all_rows": Sum(len(x), running=True), "top": Max(x[:, 0].max())}
+        return StepOutput(F.mse_loss(scores, y), scores, y, metrics={**metrics, "mse": self.error})
+
+
+@pytest.mark.parametrize("stop", [5, 6])
+def test_counted_metrics_are_exact_and_resumed(trainer_class: Any, stop: int, tmp_path: Path) -> None:
+    """In micro-batches, in evaluations, after a resume in mid-epoch or on an epoch's last step, with the loss."""
+
+    def train(*callbacks: Any, resume_from: Any = None, **options: Any) -> tuple[Any, list[dict[str, Any]]]:
+        trace, model = Trace(), t16()
+        trainer = small_trainer(
+            kind=trainer_class, model=model, data=rows(22), eval_dataset=rows(7), unit=Counts(model), epochs=2,
+            **{"batch_size": 4, "callbacks": [trace, *callbacks], "log_steps": 4, "learning_rate": 0.01, **options},
+        )  # fmt: skip
+        trainer.train(resume_from=resume_from)
+        return trainer, trace.logs
+
+    trainer, logs = train()
+    history = trainer.metrics["train_metrics_history"]
+    assert [row["train_rows"] for row in history] == [22, 22] and [row["train_all_rows"] for row in history] == [22, 44]
+    assert [row["rows"] for row in logs] == [16, 14, 14] and logs[-1]["all_rows"] == 44
+    assert all(math.isclose(row["mse"], row["loss"], rel_tol=1e-6) for row in logs)
+    assert all(math.isclose(row["train_mse"], row["train_loss"], rel_tol=1e-6) for row in history)
+    assert history[0]["train_top"] == max(x[0] for x, _ in rows(22))
+    for row in trainer.metrics["valid"]:
+        assert row["eval_rows"] == row["eval_all_rows"] == 7 and math.isclose(
+            row["eval_mse"], row["eval_loss"], rel_tol=1e-6
+        )
+    split, _ = train(batch_size=2, gradient_accumulation_steps=2)
+    for name in ("train_rows", "train_top", "train_all_rows"):
+        assert [row[name] for row in split.metrics["train_metrics_history"]] == [row[name] for row in history]
+    train(StopAt(stop), save_dir=tmp_path, load_best_at_end=False)
+    resumed, logs_after = train(save_dir=tmp_path, load_best_at_end=False, resume_from="auto")
+    assert resumed.metrics["train_metrics_history"] == history and resumed.metrics["valid"] == trainer.metrics["valid"]
+    kinds = ("rows", "all_rows", "top", "mse")
+    assert [[row[name] for name in kinds] for row in logs_after] == [[row[name] for name in kinds] for row in logs[1:]]
