@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 from omnitrain.argument_aliases import advice
 from omnitrain.config import overrides
 from omnitrain.config.plain_yaml import FromEnvironment
-from omnitrain.core.duration import Duration, Limits, Stages, check_stages, check_stages_reached
+from omnitrain.core.duration import Duration, Interval, Limits, Stages, check_stages, check_stages_reached
 from omnitrain.core.errors import ConfigError, FixedSettingError, did_you_mean, unexpected_arguments
 from omnitrain.core.events import Algorithm, Callback
 from omnitrain.core.metric_format import to_python_scalar
@@ -213,16 +213,16 @@ class Settings:
     label_names: Sequence[str] | None = None
     optimization_metric: str = "loss"
     optimization_direction: Literal["max", "min"] | None = None
-    patience: int | None = None
+    patience: int | str | Duration | None = None
     delta: float = 0.0
     early_stopper: Callable[[int, float], bool] | None = None
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None
     sanity: bool = True
     # cadence
-    eval_steps: int | str | Duration | None = None
+    eval_steps: Interval | None = None
     eval_on_start: bool = False
-    save_steps: int | str | Duration | None = None
-    log_steps: int | str | Duration = 10
+    save_steps: Interval | None = None
+    log_steps: Interval = 10
     # checkpoints
     save_dir: str | Path | None = None
     save_total_limit: int | None = None
@@ -426,7 +426,8 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("learning_rate weight_decay delta", lambda value: _is_finite(value) and value >= 0,
      "a finite number of at least 0"),
     ("max_grad_norm", lambda value: _is_finite(value) and value > 0, "a positive number or None"),
-    ("patience", lambda value: _is_integer(value, -1) and value != 0, "a positive integer or None"),
+    ("patience", lambda value: isinstance(value, (str, Duration)) or (_is_integer(value, -1) and value != 0),
+     "a positive integer, a duration such as '20ba', or None"),
     ("fp16_loss_scale", _is_loss_scale,
      "(initial, minimum) with 0 < minimum <= initial, or (initial, minimum, window), of which the window is the steps "
      "without an overflow until the scale doubles"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from omnitrain.core.duration import Every, Limits
+from collections.abc import Sequence
+
+from omnitrain.core.duration import IntervalRule, Limits, make_interval
 from omnitrain.core.events import Callback, TrainerLike
 
 
@@ -18,14 +20,21 @@ class Cadence(Callback):
 
     order = 0
 
-    def __init__(self, limits: Limits, log: Every, evaluate: Every | None, save: Every | None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        log: Sequence[IntervalRule],
+        evaluate: Sequence[IntervalRule] | None,
+        save: Sequence[IntervalRule] | None,
+    ) -> None:
         self.limits = limits
-        self.log = log
-        self.evaluate = evaluate
-        self.save = save
-        intervals = [interval.duration for interval in (log, evaluate, save) if interval is not None]
-        self.asks_alone: bool = any(duration.unit == "s" for duration in [*limits.durations, *intervals])
-        """Whether a limit or interval is a time: the clocks of the ranks differ."""
+        self.log = make_interval(log, limits)
+        self.evaluate = None if evaluate is None else make_interval(evaluate, limits)
+        self.save = None if save is None else make_interval(save, limits)
+        rules = [rule for rules in (log, evaluate, save) for rule in rules or ()]
+        has_time = any(duration.unit == "s" for duration in limits.durations)
+        self.asks_alone: bool = has_time or any(rule.has_time or rule.is_function for rule in rules)
+        """Whether a limit or interval is a time or a function: what is due may differ between ranks."""
 
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Start the intervals at the current position, and end a run that is already at its limit."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from omnitrain.checkpoint.state_dicts import bare_name, unwrap
-from omnitrain.core.duration import Duration, Every
+from omnitrain.core.duration import AnyInterval, Duration, Every, make_interval, parse_interval
 from omnitrain.core.errors import ConfigError, did_you_mean
 from omnitrain.core.events import Callback, Histogram, TrainerLike
 
@@ -94,7 +94,7 @@ class Distributions(Callback):
         self.modules: list[re.Pattern[str]] | None = None if modules is None else _compile_patterns(modules, "modules")
         self.every: Duration | None = None if every is None else Duration.parse(every, "ba", "every")
         self.bins = bins
-        self._schedule: Every | None = None
+        self._schedule: Every | AnyInterval | None = None
         # The interval, if it is one of steps.
         self._steps = 0
         self._is_due = self._is_measuring = False
@@ -109,15 +109,15 @@ class Distributions(Callback):
 
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Select the tensors to measure, and check that the backend shows them."""
-        every = self.every or Duration.parse(trainer.settings.log_steps, "ba", "log_steps")
-        if every.unit == "s" and trainer.world_size > 1:
+        rules = parse_interval(trainer.settings.log_steps if self.every is None else self.every, "every")
+        if any(rule.has_time for rule in rules) and trainer.world_size > 1:
             raise ConfigError(
-                f"`every={str(every)!r}` of Distributions is a time, and the clocks of {trainer.world_size} processes "
-                "differ. Give steps, samples, tokens or epochs."
+                f"`every={', '.join(map(str, rules))!r}` of Distributions is a time, and the clocks of "
+                f"{trainer.world_size} processes differ. Give steps, samples, tokens or epochs."
             )
-        self._steps = int(every.value) if every.unit == "ba" else 0
-        self._schedule = Every(every, trainer.limits)
-        self._schedule.restart(trainer.progress)
+        schedule = self._schedule = make_interval(rules, trainer.limits)
+        self._steps = schedule.steps if isinstance(schedule, Every) else 0
+        schedule.restart(trainer.progress)
         self._is_due = self._is_measuring = False
         self._reset()
         model = unwrap(trainer.model)

@@ -11,7 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, cast
 
-from omnitrain.core.duration import Duration, Every
+from omnitrain.core.duration import (
+    AnyInterval,
+    Duration,
+    Every,
+    Interval,
+    IntervalRule,
+    make_interval,
+    parse_interval,
+)
 from omnitrain.core.errors import ConfigError, did_you_mean
 from omnitrain.core.events import Callback, TrainerLike
 from omnitrain.core.progress import Progress
@@ -33,7 +41,8 @@ class Periodic(Callback):
     Args:
         function: `function(trainer)` returns values by name, or None. A generator that yields them can be ended
             between its parts.
-        every: The interval: steps, or a string such as "1ep", "500ba" or "0.1dur".
+        every: The interval: steps, or a string such as "1ep", "500ba after 2ep" or "0.1dur"; a function of the
+            progress, the same on all ranks; or a list of these.
         timeout: The longest duration, such as "30s"; None is no limit. A generator is ended there, and the values
             it has yielded are logged. Another function cannot be interrupted: taking longer is an error.
         on_error: What an error does: "raise" ends the run, "warn" logs it, and "disable" logs it and ends this
@@ -55,12 +64,13 @@ class Periodic(Callback):
     def __init__(
         self,
         function: Callable[..., Any] | None,
-        every: int | str | Duration,
+        every: Interval,
         timeout: int | float | str | Duration | None = None,
         on_error: OnError = "warn",
         main_only: bool = False,
     ) -> None:
-        self.every: Duration = Duration.parse(every, "ba", "every")
+        self.every: Interval = every
+        self._rules: list[IntervalRule] = parse_interval(every, "every")
         limit = None if timeout is None else Duration.parse(timeout, "s", "timeout")
         if limit is not None and limit.unit != "s":
             raise ConfigError(f"`timeout` must be a time such as '30s' or '5m', got {str(limit)!r}.")
@@ -78,7 +88,7 @@ class Periodic(Callback):
         self.main_only = main_only
         self.is_disabled: bool = False
         """Whether an error disabled it for the rest of the run."""
-        self._schedule: Every | None = None
+        self._schedule: Every | AnyInterval | None = None
         # Values for the next row of logs.
         self._values: dict[str, float] = {}
         # When the current work must end, by `time.monotonic`.
@@ -96,10 +106,11 @@ class Periodic(Callback):
         Raises:
             ConfigError: If an argument does not work with this trainer.
         """
-        if self.every.unit == "s" and trainer.world_size > 1:
+        if any(rule.has_time for rule in self._rules) and trainer.world_size > 1:
+            every = ", ".join(map(str, self._rules))
             raise ConfigError(
-                f"`every={str(self.every)!r}` of {self.name} is a time, and the clocks of {trainer.world_size} "
-                "processes differ. Give steps, samples, tokens or epochs."
+                f"`every={every!r}` of {self.name} is a time, and the clocks of {trainer.world_size} processes differ. "
+                "Give steps, samples, tokens or epochs."
             )
         if self.main_only and trainer.backend.forward_is_collective:
             raise ConfigError(
@@ -111,7 +122,7 @@ class Periodic(Callback):
         """Check the arguments, and start the interval at the position of the run."""
         self.check(trainer)
         self.is_disabled = False
-        self._schedule = Every(self.every, trainer.limits)
+        self._schedule = make_interval(self._rules, trainer.limits)
         self._schedule.restart(_close_epoch(trainer.progress))
 
     def on_step_end(self, trainer: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from omnitrain.callbacks.periodic import OnError, Periodic
 from omnitrain.checkpoint.state_dicts import unwrap
-from omnitrain.core.duration import Duration
+from omnitrain.core.duration import Duration, Interval
 from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.core.events import Histogram, TrainerLike
 from omnitrain.model.units import generated
@@ -26,7 +26,7 @@ class Preview(Periodic):
     Args:
         prompts: Texts, which need a tokenizer, or token ids: lists of integers, tensors of one or two dimensions, or
             dicts of inputs for `model.generate`. With `function`, anything that it takes.
-        every: The interval: steps, or a string such as "1ep", "500ba" or "0.1dur".
+        every: The interval, as for `Periodic`.
         max_new_tokens: Maximum number of generated tokens.
         processing_class: The tokenizer; None is the trainer's. Without one, texts are token ids.
         function: `function(model, prompt)` returns the text, for models without `generate`.
@@ -45,7 +45,7 @@ class Preview(Periodic):
     def __init__(
         self,
         prompts: Sequence[Any],
-        every: int | str | Duration,
+        every: Interval,
         max_new_tokens: int = 32,
         *,
         processing_class: Any = None,

@@ -43,7 +43,7 @@ class Placeholder:
 
 
 # Types whose values a text can be, and types of which a text makes no object.
-_TEXT_TYPES = frozenset(["str", "Literal", "int", "float", "bool", "complex"])
+_TEXT_TYPES = frozenset(["str", "Literal", "int", "float", "bool", "complex", "Interval"])
 _PLAIN_TYPES = frozenset(["None", "NoneType", "bytes", "dict", "Dict", "list", "List", "tuple", "Tuple", "set",
     "Mapping", "Sequence", "Iterable", "Optional", "Union", "Path", "Duration", "device", "Any"])  # fmt: skip
 

@@ -9,7 +9,7 @@ import functools
 import math
 import numbers
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, overload
@@ -93,6 +93,19 @@ class Duration:
         if isinstance(self.value, int):
             return progress.epoch >= self.value
         return _multiples(progress, "ep", *_ratio(self.value)) > 0
+
+    def has_passed(self, start: Progress, progress: Progress, limits: Limits | None = None) -> bool:
+        """Return whether a run has done at least this much from one position to another.
+
+        Args:
+            start: The first position.
+            progress: The second one.
+            limits: The end of the run, for a share of it.
+        """
+        return any(
+            (_exact_amount(progress, unit) - _exact_amount(start, unit)) * denominator >= numerator
+            for unit, numerator, denominator in _intervals(self, limits)
+        )
 
     def __add__(self, other: Duration | str) -> Duration:
         """Return the sum of the two lengths.
@@ -194,13 +207,14 @@ class Every:
         if duration.unit == "dur" and limits is None:
             raise ConfigError(f"'{duration}' is a share of the run, whose length is not known. Give its `limits`.")
         self._intervals = _intervals(duration, limits)
-        self._steps = int(duration.value) if duration.unit == "ba" else 0
+        self.steps: int = int(duration.value) if duration.unit == "ba" else 0
+        """The steps of an interval of steps; 0 for any other."""
         self.count: int = 0
 
     def due(self, progress: Progress) -> bool:
         """Return whether a multiple was reached since the last call."""
         # Called after every step: the usual case is one integer division.
-        count = progress.step // self._steps if self._steps else self._count(progress)
+        count = progress.step // self.steps if self.steps else self._count(progress)
         is_new = count > self.count
         self.count = count
         return is_new
@@ -211,6 +225,111 @@ class Every:
 
     def _count(self, progress: Progress) -> int:
         return max(_multiples(progress, *interval) for interval in self._intervals)
+
+
+IntervalPart = int | str | Duration | Callable[[Progress], bool]
+Interval = IntervalPart | Sequence[IntervalPart]
+"""An interval of a run: a number of steps, "1ep", "500ba after 2ep", a function of the progress, or a list of these."""
+
+_AFTER = re.compile(r"(.+?)\s+after\s+(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalRule:
+    """A part of an `Interval`: a duration, from a length of the run on, or a function that decides after each step."""
+
+    every: Duration | Callable[[Progress], bool]
+    after: Duration | None = None
+
+    @property
+    def is_function(self) -> bool:
+        """Whether a function decides, which may do so differently on each rank."""
+        return not isinstance(self.every, Duration)
+
+    @property
+    def has_time(self) -> bool:
+        """Whether the clock decides, which differs between ranks."""
+        return any(isinstance(length, Duration) and length.unit == "s" for length in (self.every, self.after))
+
+    def __str__(self) -> str:
+        if not isinstance(self.every, Duration):
+            return getattr(self.every, "__name__", type(self.every).__name__) + "(progress)"
+        words = {"ep": "epoch", "ba": "step"}
+        word, value = words.get(self.every.unit), self.every.value
+        text = f"{value:,} {word}{'' if value == 1 else 's'}" if word else str(self.every)
+        return text if self.after is None else f"{text} after {self.after}"
+
+
+def parse_interval(value: Interval, name: str) -> list[IntervalRule]:
+    """Read an interval as users write it.
+
+    Args:
+        value: The interval.
+        name: The argument's name, for the message.
+
+    Raises:
+        ConfigError: If it is empty, or a part of it cannot be read.
+
+    >>> [str(rule) for rule in parse_interval(["1ep", "500ba after 2000ba"], "eval_steps")]
+    ['1 epoch', '500 steps after 2000ba']
+    """
+    parts: Any = value if isinstance(value, (list, tuple)) else [value]
+    if not parts:
+        raise ConfigError(f"`{name}` is an empty list. Give at least one interval, such as ['1ep', '500ba'].")
+    rules = []
+    for part in parts:
+        match = _AFTER.fullmatch(part.strip()) if isinstance(part, str) else None
+        if match:
+            rules.append(IntervalRule(Duration.parse(match[1], "ba", name), Duration.parse(match[2], "ba", name)))
+        else:
+            every: Any = part if callable(part) else Duration.parse(part, "ba", name)
+            rules.append(IntervalRule(every))
+    return rules
+
+
+class AnyInterval:
+    """Fires when one of several rules does; called after each step and at the end of each epoch.
+
+    >>> intervals = AnyInterval(parse_interval(["2ba after 3ba", lambda progress: progress.step == 1], "log_steps"))
+    >>> [intervals.due(Progress(step=step)) for step in range(1, 7)]
+    [True, False, False, True, False, True]
+    """
+
+    def __init__(self, rules: Sequence[IntervalRule], limits: Limits | None = None) -> None:
+        """Start at the beginning of a run; `limits` are needed only for shares of it ("0.1dur")."""
+        self._rules: list[tuple[Every | Callable[[Progress], bool], list[tuple[str, int, int]]]] = [
+            (
+                Every(rule.every, limits) if isinstance(rule.every, Duration) else rule.every,
+                [] if rule.after is None else _intervals(rule.after, limits),
+            )
+            for rule in rules
+        ]
+        self._fired_step = -1
+
+    def due(self, progress: Progress) -> bool:
+        """Return whether a rule fires at this position; functions do so once in a step."""
+        fires = False
+        for every, after in self._rules:
+            if isinstance(every, Every):
+                fires |= every.due(progress) and _is_past(progress, after)
+            elif self._fired_step != progress.step and every(progress):
+                self._fired_step, fires = progress.step, True
+        return fires
+
+    def restart(self, progress: Progress) -> None:
+        """Skip what was due before `progress`, so that nothing fires twice after a resume."""
+        self._fired_step = -1
+        for every, _ in self._rules:
+            if isinstance(every, Every):
+                every.restart(progress)
+
+
+def make_interval(rules: Sequence[IntervalRule], limits: Limits | None = None) -> Every | AnyInterval:
+    """Return what fires by these rules: for a single duration, an `Every`."""
+    first = rules[0]
+    if len(rules) > 1 or first.after is not None or not isinstance(first.every, Duration):
+        return AnyInterval(rules, limits)
+    return Every(first.every, limits)
 
 
 class Limits:
@@ -273,10 +392,7 @@ class Limits:
                 f"`more` is a length and cannot be a share of the run, got {str(length)!r}. Give '2ep', "
                 "'500ba', '4e4sp', '3e6tok' or '2h30m'."
             )
-        done = Fraction(length.amount(progress))
-        if length.unit == "ep" and progress.epoch_size:
-            done = progress.epoch + Fraction(progress.samples_in_epoch, progress.epoch_size)
-        end = done + length.exact
+        end = _exact_amount(progress, length.unit) + length.exact
         limit = Duration(int(end) if end.denominator == 1 else float(end), length.unit)
         names = {"ep": "epochs", "ba": "max_steps"}
         limits: dict[str, Any] = {"epochs": None, "max_steps": None, "max_duration": None}
@@ -423,6 +539,20 @@ def check_stages_reached(name: str, numbers: Mapping[Any, int], limits: Limits, 
                     "Leave that place out, or give an earlier one, or a share of the run such as '0.5dur'."
                 )
         largest = max(largest, number)
+
+
+def _exact_amount(progress: Progress, unit: str) -> Fraction:
+    """Return how much a run has done, with the share of the current epoch."""
+    if unit == "ep" and progress.epoch_size:
+        return progress.epoch + Fraction(progress.samples_in_epoch, progress.epoch_size)
+    return Fraction(getattr(progress, _COUNTERS[unit]))
+
+
+def _is_past(progress: Progress, lengths: Sequence[tuple[str, int, int]]) -> bool:
+    """Return whether a run has done more than one of these lengths; True without any."""
+    return not lengths or any(
+        _exact_amount(progress, unit) * denominator > numerator for unit, numerator, denominator in lengths
+    )
 
 
 def _multiples(progress: Progress, unit: str, numerator: int, denominator: int) -> int:

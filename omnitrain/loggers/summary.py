@@ -13,7 +13,7 @@ from typing import Any
 from omnitrain.arguments import Settings
 from omnitrain.callbacks.early_stopping import EarlyStopping
 from omnitrain.compute.device_runtime import device_runtime
-from omnitrain.core.duration import Duration
+from omnitrain.core.duration import IntervalRule, parse_interval
 from omnitrain.core.events import TrainerLike
 from omnitrain.core.metric_format import format_metric
 
@@ -39,7 +39,7 @@ def opening(trainer: TrainerLike, is_start: bool = True) -> list[str]:
     line = _model_line(trainer, config)
     if config["optimizer"] is None:
         return [line]
-    return [line, _length_line(trainer, config), _files_line(trainer, config, is_start)]
+    return [line, _length_line(trainer, config), _files_line(trainer, is_start)]
 
 
 def closing(trainer: TrainerLike, error: BaseException | None = None) -> str:
@@ -120,7 +120,7 @@ def _model_line(trainer: TrainerLike, config: dict[str, Any]) -> str:
 
 def _length_line(trainer: TrainerLike, config: dict[str, Any]) -> str:
     samples, total = config["samples_per_epoch"], trainer.total_steps
-    limits = [_format_duration(limit) for limit in trainer.limits.durations if limit.unit != "ba" or total is None]
+    limits = [str(IntervalRule(limit)) for limit in trainer.limits.durations if limit.unit != "ba" or total is None]
     length = " or ".join(limits)
     if total is not None:
         length = f"{total:,} steps" + (f" in {length}" if length else "")
@@ -145,9 +145,10 @@ def _batch_size(trainer: TrainerLike, config: dict[str, Any]) -> str:
     return f"batch {size}" + (f" = {'' if largest == size else 'up to '}{' x '.join(factors)}" if factors[1:] else "")
 
 
-def _files_line(trainer: TrainerLike, config: dict[str, Any], is_start: bool) -> str:
-    lifecycle, step, interval = trainer.lifecycle, trainer.progress.step, config["save_steps"]
-    pace = "after each epoch" if interval is None else f"every {_format_duration(Duration.parse(interval, 'ba', ''))}"
+def _files_line(trainer: TrainerLike, is_start: bool) -> str:
+    lifecycle, step, interval = trainer.lifecycle, trainer.progress.step, trainer.settings.save_steps
+    rules = [] if interval is None else parse_interval(interval, "save_steps")
+    pace = " and ".join(f"at {rule}" if rule.is_function else f"every {rule}" for rule in rules) or "after each epoch"
     text = f"{_relative_path(trainer.save_dir)}, {pace}" if trainer.save_dir else "nothing, as there is no save_dir"
     if not is_start:
         pass
@@ -158,11 +159,6 @@ def _files_line(trainer: TrainerLike, config: dict[str, Any], is_start: bool) ->
     elif steps := lifecycle.trained_before:
         text += f"; starts again from the weights of {steps} steps; train(more=...) continues instead"
     return f"save   {text}"
-
-
-def _format_duration(duration: Duration) -> str:
-    unit = {"ep": "epoch", "ba": "step"}.get(duration.unit)
-    return f"{duration.value:,} {unit}{'' if duration.value == 1 else 's'}" if unit else str(duration)
 
 
 def _base_name(name: str) -> str:

@@ -32,7 +32,7 @@ from omnitrain.backends.accelerators import (
 from omnitrain.backends.backend import Backend
 from omnitrain.backends.deepspeed import deepspeed_plugin, merge_config
 from omnitrain.compute.precision import accelerate_precision
-from omnitrain.core.duration import Duration
+from omnitrain.core.duration import Duration, Interval
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Algorithm, Callback
 from omnitrain.distributed.ranks import Ranks
@@ -111,16 +111,16 @@ class AccelerateTrainer(BaseTrainer):
         label_names: Sequence[str] | None = None,
         optimization_metric: str = "loss",
         optimization_direction: Literal["max", "min"] | None = None,
-        patience: int | None = None,
+        patience: int | str | Duration | None = None,
         delta: float = 0.0,
         early_stopper: Callable[[int, float], bool] | None = None,
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         sanity: bool = True,
         # cadence
-        eval_steps: int | str | Duration | None = None,
+        eval_steps: Interval | None = None,
         eval_on_start: bool = False,
-        save_steps: int | str | Duration | None = None,
-        log_steps: int | str | Duration = 10,
+        save_steps: Interval | None = None,
+        log_steps: Interval = 10,
         # checkpoints
         save_dir: str | Path | None = None,
         save_total_limit: int | None = None,
@@ -203,15 +203,15 @@ class AccelerateTrainer(BaseTrainer):
             label_names: Keys of the labels in a dict batch; several give a tuple, None tries the usual names.
             optimization_metric: The metric that decides which evaluation is best; default "loss".
             optimization_direction: "max" or "min"; None infers it from the metric, or raises an error.
-            patience: Stop after this many evaluations in a row without a gain; None and -1 never stop.
+            patience: Stop after this many evaluations in a row without a gain, or at the first one that comes so long
             delta: A gain must be larger than this to count for `patience`; default 0.
             early_stopper: Called as `f(step, score)` after each evaluation; True ends the run.
             preprocess_logits_for_metrics: Called as f(logits, labels) in evaluations; metrics get its result.
             sanity: Whether to run and score one batch of each evaluation set before step 1, to find errors early.
-            eval_steps: Steps between evaluations, or a duration such as "0.5ep"; None evaluates after each epoch.
+            eval_steps: Steps between evaluations, a duration such as "0.5ep" or "500ba after 2ep", a function of the
             eval_on_start: Whether to evaluate before the first step; default False.
-            save_steps: Steps between checkpoints, or a duration; None saves after each epoch, if `save_dir` is set.
-            log_steps: Steps between logs, or a duration; default 10.
+            save_steps: Steps between checkpoints, as `eval_steps`; None saves after each epoch, if `save_dir` is set.
+            log_steps: Steps between logs, as `eval_steps`; default 10.
             save_dir: Folder, or address such as s3://bucket/run, for the files of the run; None writes nothing.
             save_total_limit: How many of the newest checkpoints to keep; None keeps all.
             keep_best: How many of the best to keep, each saved when found; default 1. 0 saves only at intervals.

@@ -55,7 +55,7 @@ from omnitrain.compute.random_state import deterministic as deterministic_kernel
 from omnitrain.compute.random_state import isolated_rng
 from omnitrain.config import overrides
 from omnitrain.config.instantiation import TrainerConfig
-from omnitrain.core.duration import Duration, Limits
+from omnitrain.core.duration import Duration, Interval, Limits
 from omnitrain.core.errors import ConfigError, DistributedError, NonFiniteError, add_location
 from omnitrain.core.events import STOP_REASONS, Algorithm, Callback, Control, Event, check_algorithms, find_overrides
 from omnitrain.core.foreign_names import ATTRIBUTES, explain_call
@@ -202,16 +202,16 @@ class BaseTrainer(Hooks, ABC):
         label_names: Sequence[str] | None = None,
         optimization_metric: str = "loss",
         optimization_direction: Literal["max", "min"] | None = None,
-        patience: int | None = None,
+        patience: int | str | Duration | None = None,
         delta: float = 0.0,
         early_stopper: Callable[[int, float], bool] | None = None,
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         sanity: bool = True,
         # cadence
-        eval_steps: int | str | Duration | None = None,
+        eval_steps: Interval | None = None,
         eval_on_start: bool = False,
-        save_steps: int | str | Duration | None = None,
-        log_steps: int | str | Duration = 10,
+        save_steps: Interval | None = None,
+        log_steps: Interval = 10,
         # checkpoints
         save_dir: str | Path | None = None,
         save_total_limit: int | None = None,
@@ -289,15 +289,17 @@ class BaseTrainer(Hooks, ABC):
             label_names: Keys of the labels in a dict batch; several give a tuple, None tries the usual names.
             optimization_metric: The metric that decides which evaluation is best; default "loss".
             optimization_direction: "max" or "min"; None infers it from the metric, or raises an error.
-            patience: Stop after this many evaluations in a row without a gain; None and -1 never stop.
+            patience: Stop after this many evaluations in a row without a gain, or at the first one that comes so long
+                after the last gain, such as "2ep" or "1h"; None and -1 never stop.
             delta: A gain must be larger than this to count for `patience`; default 0.
             early_stopper: Called as `f(step, score)` after each evaluation; True ends the run.
             preprocess_logits_for_metrics: Called as f(logits, labels) in evaluations; metrics get its result.
             sanity: Whether to run and score one batch of each evaluation set before step 1, to find errors early.
-            eval_steps: Steps between evaluations, or a duration such as "0.5ep"; None evaluates after each epoch.
+            eval_steps: Steps between evaluations, a duration such as "0.5ep" or "500ba after 2ep", a function of the
+                progress, or a list of these; None evaluates after each epoch.
             eval_on_start: Whether to evaluate before the first step; default False.
-            save_steps: Steps between checkpoints, or a duration; None saves after each epoch, if `save_dir` is set.
-            log_steps: Steps between logs, or a duration; default 10.
+            save_steps: Steps between checkpoints, as `eval_steps`; None saves after each epoch, if `save_dir` is set.
+            log_steps: Steps between logs, as `eval_steps`; default 10.
             save_dir: Folder, or address such as s3://bucket/run, for the files of the run; None writes nothing.
             save_total_limit: How many of the newest checkpoints to keep; None keeps all.
             keep_best: How many of the best to keep, each saved when found; default 1. 0 saves only at intervals.
@@ -715,7 +717,7 @@ class BaseTrainer(Hooks, ABC):
             self.objective.evaluations_without_gain = 0
             for callback in self.lifecycle.callbacks:
                 if isinstance(callback, EarlyStopping):
-                    callback.stopped_at = None
+                    callback.stopped_at = callback.gained_at = None
             logger.info("Early stopping has ended the previous run: `patience` is reset.")
 
     def _described_run(self, resume_from: Any, allow_change: Collection[str], more: Any) -> dict[str, Any]:

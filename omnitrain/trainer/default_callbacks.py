@@ -11,7 +11,7 @@ from omnitrain.callbacks.early_stopping import EarlyStopping
 from omnitrain.callbacks.interrupt import Interrupt
 from omnitrain.callbacks.retention import Retention
 from omnitrain.checkpoint.store import Store
-from omnitrain.core.duration import Duration, Every, Limits
+from omnitrain.core.duration import IntervalRule, Limits, parse_interval
 from omnitrain.core.errors import ConfigError, did_you_mean
 from omnitrain.core.events import Callback
 from omnitrain.loggers.progress_bar import ProgressBar
@@ -25,9 +25,9 @@ def default_callbacks(
 ) -> list[Callback]:
     """Return the callbacks for signals, intervals, early stopping and progress, and for files if the run writes any."""
 
-    def interval(name: str) -> Every:
+    def interval(name: str) -> list[IntervalRule]:
         value: Any = getattr(settings, name)
-        return Every(Duration.parse("1ep" if value is None else value, "ba", name), limits)
+        return parse_interval("1ep" if value is None else value, name)
 
     evaluate = interval("eval_steps") if evaluates else None
     save = interval("save_steps") if store is not None else None

@@ -41,7 +41,7 @@ HOOK = r"The hook on_epoch_end is called with trainer, epoch, got .*\(a, b, c\)"
 
 
 @pytest.mark.parametrize(("kind", "options", "message"), [
-    *rows(EarlyStopping, "{}", *(("patience", value) for value in (0, -2, 1.5, True, "3")), ("stopper", 3)),
+    *rows(EarlyStopping, "{}", *(("patience", value) for value in (0, -2, 1.5, True, "3", "-1ep")), ("stopper", 3)),
     *rows(GarbageCollection, "{}", ("every", 0), ("every", "1h"), ("every", "0.1dur")),
     *rows(GradientCheck, "{}", ("every", 0), ("every", "1h"), ("every", "0.1dur")),
     *rows(GarbageCollection, "{}", ("generation", 3), ("generation", True)),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipes import rows, small_trainer
+from recipes import StopAt, rows, small_trainer
 
 from omnitrain import EarlyStopping
 
@@ -80,3 +80,21 @@ def test_stopper_without_state_dict_warns(tmp_path: Path, caplog: pytest.LogCapt
     run(early_stopper=Third())
     run(early_stopper=lambda step, score: False, save_dir=tmp_path / "other")
     assert "early stopper" not in caplog.text
+
+
+@pytest.mark.parametrize(("patience", "last"), [("2ep", 10), ("6ba", 8), ("0.5dur", 14), ("20ep", 24)])
+def test_patience_is_a_duration(trainer_class: Any, patience: str, last: int, tmp_path: Path) -> None:
+    """From the last gain, at step 2, to the first evaluation after it; as a callback, and resumed before and after."""
+    options = {"kind": trainer_class, "data": rows(16), "batch_size": 4, "epochs": 6, "learning_rate": 0.0}
+    options |= {"eval_steps": 2, "load_best_at_end": False}
+    reason = "epochs" if last == 24 else "early_stopping"
+    for way in ({"patience": patience}, {"callbacks": [EarlyStopping(patience)]}):
+        trainer = run(**options, **way)
+        assert (trainer.progress.step, trainer.metrics["stop_reason"]) == (last, reason)
+    run(**options, patience=patience, save_dir=tmp_path, callbacks=[StopAt(5)])
+    for _ in range(2):  # in the middle, and where it has ended
+        resumed = run("auto", **options, patience=patience, save_dir=tmp_path)
+        assert (resumed.progress.step, resumed.metrics["stop_reason"]) == (last, reason)
+    if last == 8:
+        trainer.train(more="5ba")
+        assert trainer.progress.step == 13

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from omnitrain.core.duration import Duration, Every, Limits
+from omnitrain.core.duration import Duration, Every, Limits, make_interval, parse_interval
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.progress import Progress
 
@@ -227,3 +227,57 @@ TOTALS: list[tuple[dict[str, Any], int | None, int | None]] = [
 def test_total_steps_of_first_known_limit(limits: Any, total: int | None, of_stream: int | None) -> None:
     assert Limits(**limits).total_steps(steps_per_epoch=10, samples_per_epoch=80) == total
     assert Limits(**limits).total_steps(None, None) == of_stream
+
+
+def fired_steps(value: Any, limits: Limits, start: int = 0) -> list[float]:
+    """Return the epochs at which an interval fires in 6 epochs of 4 steps, called as a run calls it."""
+    interval, progress, fired = make_interval(parse_interval(value, "eval_steps"), limits), Progress(epoch_size=8), []
+    for _ in range(24):
+        progress.advance(samples=2)
+        if progress.step == start:
+            interval.restart(progress)
+        elif progress.step > start and interval.due(progress):
+            fired.append(progress.step)
+        if progress.is_epoch_consumed:
+            progress.close_epoch(complete=True)
+            if progress.step >= start and interval.due(progress):
+                fired.append(progress.step + 0.5)  # at the end of the epoch
+    return fired
+
+
+@pytest.mark.parametrize(("value", "fired"), [
+    (["5ba", "2ep"], [5, 8.5, 10, 15, 16.5, 20, 24.5]),
+    ([10, "10ba"], [10, 20]),
+    ("1ep after 3ep", [16.5, 20.5, 24.5]),
+    ("4ba after 8ba", [12, 16, 20, 24]),
+    ("3ba after 0.5dur", [15, 18, 21, 24]),
+    ("16sp after 2ep", [16, 24]),
+    (["1ep", "2ba after 5ep"], [4.5, 8.5, 12.5, 16.5, 20.5, 22, 24, 24.5]),
+    (lambda progress: progress.step in (1, 4, 9), [1, 4, 9]),
+    ([lambda progress: not progress.samples_in_epoch and progress.epoch in (2, 5), 9], [8.5, 9, 18, 20.5]),
+])  # fmt: skip
+def test_interval_of_several_rules(value: Any, fired: list[float]) -> None:
+    limits = Limits(epochs=6)
+    assert fired_steps(value, limits) == fired
+    for start in (5, 10, 15):  # a resumed run repeats and skips nothing
+        assert fired_steps(value, limits, start) == [step for step in fired if step > start]
+
+
+@pytest.mark.parametrize("value", [[], "5ba after", "after 5ba", "5ba after 0ba", "5 after 1ep", ["1ep", None], [[1]]])
+def test_interval_rejects_wrong_values(value: Any) -> None:
+    with pytest.raises(ConfigError, match="`save_steps`"):
+        parse_interval(value, "save_steps")
+
+
+@pytest.mark.parametrize(("text", "limits", "step"), [
+    ("6ba", Limits(epochs=6), 11), ("1ep", Limits(epochs=6), 9), ("0.25dur", Limits(epochs=6), 11),
+    ("0.25dur", Limits(epochs=6, max_steps=8), 7), ("7sp", Limits(epochs=6), 9),
+])  # fmt: skip
+def test_duration_has_passed_since_a_position(text: str, limits: Limits, step: int) -> None:
+    """From step 5 on, of 4 steps an epoch."""
+
+    def position(step: int) -> Progress:
+        return Progress(epoch=step // 4, step=step, samples_in_epoch=2 * (step % 4), samples=2 * step, epoch_size=8)
+
+    duration = Duration.parse(text)
+    assert [duration.has_passed(position(5), position(n), limits) for n in (step - 1, step)] == [False, True]
