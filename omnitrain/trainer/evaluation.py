@@ -17,12 +17,13 @@ import torch
 from torch.utils.data import default_convert
 
 from omnitrain.checkpoint.eval_weights import EvalWeights
+from omnitrain.compute.precision import free_memory, is_out_of_memory
 from omnitrain.core.display import Table
 from omnitrain.core.errors import ConfigError, DataError, ObjectiveError, OmnitrainError
 from omnitrain.core.events import Event
 from omnitrain.core.metric_format import format_metric
 from omnitrain.core.objective import Objective
-from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, tensors_in
+from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, count_samples, tensors_in
 from omnitrain.data.loaders import Loader, by_name
 from omnitrain.data.stateful import preserve_state
 from omnitrain.distributed.ranks import Ranks
@@ -138,6 +139,8 @@ class Evaluation:
         # The scorers of sets with their own metrics, by the `id` of their rules.
         self._scorers: dict[int, Scorer] = {}
         self._has_checked_perplexity = False
+        # The most rows to run at a time, once memory has run out under `microbatch_size="auto"`.
+        self._max_rows: int | None = None
         # The unit of the set being evaluated, if it has its own.
         self._unit: Any = None
 
@@ -227,7 +230,10 @@ class Evaluation:
             for batches in (self.feed.lockstep_batches(loader, only_first=True), loader.last_batch()):
                 for number, (batch, _) in enumerate(batches):
                     rehearsed.append(batch)
-                    self._run_batch(batch, loader, number)
+                    if self._may_halve:
+                        list(self._run_in_parts(batch, batch, loader, number))
+                    else:
+                        self._run_batch(batch, loader, number)
         return rehearsed
 
     @contextlib.contextmanager
@@ -306,36 +312,45 @@ class Evaluation:
             if not scorer.is_empty:
                 scorer.reset()
                 keeps_arrays |= scorer.keeps_predictions
+            weigh = trainer._weigh if self._unit is None else self.feed.rows_of
+            may_halve = self._may_halve
             for number, ((batch, samples), (ready, _)) in enumerate(self.feed.copied(batches)):
                 ranks.progress_count += 1
                 if self.is_interrupted(number):
                     return None
                 if needs_loss and not number and self._unit is None and not trainer.loss_mean.is_checked:
                     ask_loss(trainer, [batch])
-                counts, counted = samples > 0, 0.0  # otherwise it is a dummy batch
+                counts = samples > 0  # otherwise it is a dummy batch
                 # 0 stands for a dummy batch here, and None for an unknown number
                 self.feed.samples = samples or None
-                weight = trainer._weigh(batch) if self._unit is None else self.feed.rows_of(batch)
-                output = self._run_batch(ready, loader, number)
-                if trainer.settings.grad_reduction == "sum":
-                    count_as_sum(output, weight)
-                if counts:
-                    counted = self._add_loss(total, output, weight, batch if needs_loss else None)
-                    lacks_loss |= output.loss is None
-                    weights += counted
-                    if not needs_loss and loader.counts_samples:
-                        _check_rows(output.outputs, samples)
-                if output.metrics is not None:
-                    meters.add(output.metrics, counted)
-                pair = self._scored_pair(output) if counts and not scorer.is_empty else None
-                if scorer.requires_global_batches and ranks.world_size > 1:
-                    # a collective, which ranks without a batch of their own call as well
-                    pair = self._gather_batches(loader, pair)
-                if pair is not None:
-                    has_labels = True
-                    _scored(loader, scorer.update, *pair)
-                if keeps_arrays and counts:
-                    arrays.append(tuple(map(to_numpy, (output.outputs, output.labels, output.extra))))
+                parts = list[tuple[Any, ...]]()
+                if may_halve:
+                    runs = self._run_in_parts(batch, ready, loader, number, weigh)
+                else:
+                    runs = [(batch, weigh(batch), self._run_batch(ready, loader, number))]
+                for part, weight, output in runs:
+                    counted = 0.0
+                    if trainer.settings.grad_reduction == "sum":
+                        count_as_sum(output, weight)
+                    if counts:
+                        counted = self._add_loss(total, output, weight, part if needs_loss else None)
+                        lacks_loss |= output.loss is None
+                        weights += counted
+                        if not needs_loss and loader.counts_samples:
+                            _check_rows(output.outputs, samples if part is batch else self.feed.rows_of(part))
+                    if output.metrics is not None:
+                        meters.add(output.metrics, counted)
+                    pair = self._scored_pair(output) if counts and not scorer.is_empty else None
+                    if scorer.requires_global_batches and ranks.world_size > 1:
+                        # a collective, which ranks without a batch of their own call as well
+                        pair = self._gather_batches(loader, pair)
+                    if pair is not None:
+                        has_labels = True
+                        _scored(loader, scorer.update, *pair)
+                    if keeps_arrays and counts:
+                        parts.append(tuple(map(to_numpy, (output.outputs, output.labels, output.extra))))
+                if parts:  # one entry for each batch, which the ranks have in turns
+                    arrays.append(parts[0] if len(parts) == 1 else self._join_parts(parts))
             if self.is_interrupted(0):
                 return None
             # inside the context, since a metric may draw random numbers too
@@ -373,6 +388,58 @@ class Evaluation:
                 "a unit that shifts labels says so by an attribute `shift = True`.",
                 perplexity, math.exp(min(loss, 700.0)),
             )  # fmt: skip
+
+    def _run_in_parts(
+        self,
+        batch: Any,
+        ready: Any,
+        loader: Loader,
+        number: int,
+        weigh: Callable[[Any], float] = lambda batch: 0.0,
+    ) -> Iterator[tuple[Any, float, StepOutput]]:
+        """Yield the parts of a batch with their weights and outputs.
+
+        It is one part, unless memory has run out under `microbatch_size="auto"`.
+
+        The rows that fit once are kept for the batches after it. `ready` is the batch, perhaps on the device already.
+        """
+        split = self.feed.splitter_of(loader)
+        parts = [batch] if self._max_rows is None else split(batch, self._max_rows)
+        while parts:
+            part = parts.pop(0)
+            if part is not batch:
+                self.feed.samples = self.feed.samples and count_samples(part)
+            try:
+                weight = weigh(part)  # before the model can change it
+                output = self._run_batch(ready if part is batch else part, loader, number)
+            except RuntimeError as error:
+                if not is_out_of_memory(error) or count_samples(part) == 1:
+                    raise
+                rows = count_samples(part)
+            else:
+                yield part, weight, output
+                continue
+            # out here the error is gone, and with it what it kept alive
+            free_memory()
+            self._max_rows = (rows + 1) // 2
+            logger.warning(
+                "An evaluation has run out of memory with %d rows. From here on evaluations take %d at most at a time. "
+                "Pass eval_batch_size=%d to begin with that.", rows, self._max_rows, self._max_rows,
+            )  # fmt: skip
+            parts = [piece for rest in (part, *parts) for piece in split(rest, self._max_rows)]
+
+    @property
+    def _may_halve(self) -> bool:
+        """Whether a batch without memory is run again in parts; it must not be a turn of other ranks, too."""
+        if self.trainer.settings.microbatch_size != "auto":
+            return False
+        is_collective = self.trainer.backend.forward_is_collective or self.scorer.requires_global_batches
+        return self.trainer.ranks.world_size == 1 or not is_collective
+
+    def _join_parts(self, parts: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Return the outputs, labels and extra inputs of the parts of a batch as those of the batch."""
+        outputs, labels, extra = zip(*parts, strict=True)
+        return _join(outputs, lambda: self.filler), _join(labels), _join(extra)
 
     def _run_batch(self, batch: Any, loader: Loader, number: int) -> StepOutput:
         """Return the loss and outputs of a batch; an error names its samples."""

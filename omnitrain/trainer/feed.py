@@ -373,6 +373,10 @@ class Feed:
 
     # --- evaluations
 
+    def splitter_of(self, loader: Loader) -> Callable[[Any, int], list[Any]]:
+        """Return what splits the batches of a loader into parts of at most so many rows."""
+        return _splitter(loader, self._collate)
+
     def lockstep_batches(self, loader: Loader, only_first: bool = False) -> Iterator[CountedBatch]:
         """Return the batches of an evaluation, equally many on all ranks: dummies follow data that end earlier."""
         batches = self.until_signal(loader.first_batch() if only_first else loader.counted_batches(0))

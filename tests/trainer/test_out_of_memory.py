@@ -243,3 +243,52 @@ def test_row_that_never_fits_is_an_error() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
         trained(small, rows(8), callbacks=[KEEPS_NORM], microbatch_size="auto")
     assert "at one row at a time" in "".join(caught.value.__notes__) and small.sizes == [8, 4, 2, 1]
+
+
+class ShortOfMemory(nn.Module):
+    """A model that has room for few rows in evaluations."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.layer, self.room = nn.Linear(4, 1).double(), room
+        self.sizes: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            self.sizes.append(len(x))
+            if len(x) > self.room:
+                raise no_room()
+        return self.layer(x)
+
+
+def mean_error(y_true: Any, y_pred: Any) -> dict[str, float]:
+    return {"first": float(y_pred[0, 0]), "error": float(abs(y_true - y_pred).mean())}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_auto_halves_batches_of_evaluations(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    results, predictions = [], []
+    for room in (100, 3):
+        torch.manual_seed(0)
+        model = ShortOfMemory(room)
+        options = options_of(kind, tmp_path / str(room), microbatch_size="auto", eval_batch_size=7, sanity=room == 3)
+        trainer = make(
+            kind, torch.device("cpu"), model, rows(8), rows(16), compute_metrics=["mae", mean_error], **options
+        )
+        trainer.train()
+        results.append(trainer.evaluate())
+        predictions.append(trainer.predict(rows(16)))
+    assert model.sizes[:4] == [7, 4, 2, 2] and max(model.sizes[4:]) == 2
+    assert {name: pytest.approx(value, rel=1e-12) for name, value in results[0].items()} == results[1]
+    for arrays in zip(*(prediction[:2] for prediction in predictions), strict=True):
+        assert arrays[0].shape == arrays[1].shape and abs(arrays[0] - arrays[1]).max() < 1e-12
+    assert caplog.text.count("An evaluation has run out of memory") == 2
+
+
+def test_evaluation_without_room_for_one_row_ends(tmp_path: Path) -> None:
+    for room, options in ((0, {"microbatch_size": "auto"}), (3, {"microbatch_size": 2}), (3, {})):
+        trainer = trainer_on_cpu(
+            Trainer, ShortOfMemory(room), None, eval_dataset=rows(8), loss_fn=F.mse_loss, **options
+        )
+        with pytest.raises(torch.OutOfMemoryError):
+            trainer.evaluate()
