@@ -28,6 +28,9 @@ class FakeEvent:
         self.stream, self.position, self._is_over = stream, stream.submitted, threading.Event()
         stream.submit(self._is_over.set)
 
+    def query(self) -> bool:
+        return self._is_over.is_set()
+
     def wait(self) -> None:
         assert self._is_over.wait(LIMIT_S), "the stream stands still"
 

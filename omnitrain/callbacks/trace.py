@@ -19,6 +19,7 @@ from torch import Tensor
 
 from omnitrain.checkpoint.fingerprints import content_digest
 from omnitrain.checkpoint.state_dicts import unwrap
+from omnitrain.compute.device_runtime import device_runtime
 from omnitrain.compute.random_state import GENERATORS, isolated_rng
 from omnitrain.compute.tensor_digests import (
     digest_rows,
@@ -221,13 +222,10 @@ class Trace(RowFile):
 
     def _start_copy(self, row: dict[str, Any], names: list[str], numbers: Tensor) -> None:
         """Copy the digests of a row to the host, without waiting for an accelerator."""
-        event = None
-        if numbers.device.type == "cuda":
-            pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            numbers = pinned.copy_(numbers, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self._copies.append((row, names, numbers, event))
+        runtime = device_runtime(numbers.device)
+        if runtime.has_streams:
+            numbers = runtime.host_buffer(len(numbers), numbers.dtype).copy_(numbers, non_blocking=True)
+        self._copies.append((row, names, numbers, runtime.record_event()))
 
     def _line(self, row: Mapping[str, Any]) -> bytes:
         names = ("kind", "step", "epoch", "skipped", *TRACED, "mean_loss")

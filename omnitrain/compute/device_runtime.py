@@ -50,9 +50,9 @@ class DeviceRuntime:
         """Return whether an optimizer decides on the device whether to update, by `found_inf`, and it pays."""
         return self.has_streams and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
-    def host_buffer(self, size: int) -> torch.Tensor:
-        """Return `size` fp32 zeros in host memory to which the device can copy while the host goes ahead."""
-        return torch.zeros(size, dtype=torch.float32, pin_memory=self.pins_memory)
+    def host_buffer(self, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return `size` zeros in host memory to which the device can copy while the host goes ahead."""
+        return torch.zeros(size, dtype=dtype, pin_memory=self.pins_memory)
 
     def record_event(self) -> Any:
         """Return an event after the work queued so far, with `synchronize()`; None if that is done already."""

@@ -12,6 +12,7 @@ import torch
 from omnitrain.algorithms.spike_guard import Spike, SpikeGuard
 from omnitrain.callbacks.cadence import Cadence
 from omnitrain.checkpoint.live_copy import LiveCopy
+from omnitrain.compute.device_runtime import device_runtime
 from omnitrain.core.errors import CheckpointError, NonFiniteError, format_list
 from omnitrain.core.events import Event
 from omnitrain.core.progress import Progress
@@ -45,6 +46,7 @@ class Spikes:
         self.spike: Spike | None = None
         self._step = step
         self._trainer = trainer
+        self._runtime = device_runtime(trainer.device)
         self._pending: deque[_Measurement] = deque()
         # Whether a step is not finite, so that there is no use in further ones.
         self._is_urgent = False
@@ -77,11 +79,11 @@ class Spikes:
         stop = start + self._step.window.samples
         position = {"step": progress.step + 1, "epoch": progress.epoch, "start": start, "stop": stop}
         total: Any = loss.sum - self._before[0]
-        values, event = (total, norm), None
-        if isinstance(total, torch.Tensor):  # to pinned memory, which does not wait for the device
-            values, event = torch.stack([total, norm.to(total)]).to("cpu", non_blocking=True), torch.cuda.Event()
-            event.record()
-        self._pending.append(_Measurement(position, values, loss.weight - self._before[1], event))
+        values = (total, norm) if isinstance(total, float) else torch.stack([total, norm.to(total)])
+        if isinstance(values, torch.Tensor) and self._runtime.has_streams:  # does not wait for the device
+            values = self._runtime.host_buffer(2, values.dtype).copy_(values, non_blocking=True)
+        measurement = _Measurement(position, values, loss.weight - self._before[1], self._runtime.record_event())
+        self._pending.append(measurement)
         if self.rewinds:
             return True
         spike = self._judge(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from fake_device import FakeDevice, FakeEvent, FakeStream
 from recipes import rows, same, t16, weights
 from starving import Starving
 
-from omnitrain import NonFiniteError
+from omnitrain import NonFiniteError, Trace
 
 CPU = torch.device("cpu")
 Race = tuple[type, str, Any]
@@ -57,6 +58,14 @@ def test_late_copies_change_no_number(kind: str) -> None:
     plain = train(kind, None)
     assert same(weights(trainer.model), weights(plain.model)) and trainer.metrics == plain.metrics
     assert len(device.copies) > 2 * 2 * 6 and device.unrecorded_copies() == 0
+
+
+def test_late_copies_change_no_row_of_a_trace(tmp_path: Path) -> None:
+    with FakeDevice() as device:
+        train("native", device, callbacks=[Trace()], save_dir=tmp_path / "late")
+    train("native", None, callbacks=[Trace()], save_dir=tmp_path / "plain")
+    late, plain = ((tmp_path / name / "trace.jsonl").read_bytes() for name in ("late", "plain"))
+    assert late == plain and late.count(b"\n") == 12
 
 
 @pytest.mark.parametrize(("kind", "step"), [("native", 1), ("native", 5), *((kind, 40) for kind in KINDS)])
