@@ -120,6 +120,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         _add_checkpoint,
         _add_compare,
         _add_verify,
+        _add_parity,
     ):
         add(commands)
     sections = []
@@ -346,6 +347,38 @@ def _verify(args: argparse.Namespace) -> int:
 
     with _untried_as_config_error(), local_copies(args.path) as paths:
         return _report(verify.verify_folder(paths[0], name=mask_text(str(args.path))), args.json)
+
+
+def _add_parity(commands: Any) -> None:
+    parity = _add_command(
+        commands,
+        "parity",
+        "Run the first steps of a script on each backend and in other splits of a step, and compare the numbers.",
+        "Exit code 0: every difference is as expected; 1: one is not; 2: it could not be tried.",
+    )
+    parity.add_argument("script", metavar="SCRIPT", help="a Python script, or a YAML file as for `omnitrain train`")
+    parity.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the arguments of the script")
+    parity.add_argument("--steps", type=int, default=20, metavar="N", help="how many steps (default: %(default)s)")
+    backends = "some of native,accelerate,hf,ddp,fsdp,zero1,zero2,zero3,split (default: those that are installed)"
+    parity.add_argument("--on", metavar="NAMES", help=backends)
+    limit = "seconds for each run (default: %(default)s)"
+    parity.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help=limit)
+    parity.add_argument("--picture", type=Path, metavar="FILE", help="an image to write, such as parity.png")
+    parity.add_argument("--json", action="store_true", help="print the result as JSON")
+    parity.set_defaults(run=_parity)
+
+
+def _parity(args: argparse.Namespace) -> int:
+    from omnitrain.diagnostics.parity import compare_backends
+    from omnitrain.diagnostics.script import Script
+
+    backends = None if args.on is None else [name.strip() for name in args.on.split(",") if name.strip()]
+    with _untried_as_config_error():
+        result = compare_backends(Script(args.script, args.arguments), args.steps, backends, args.timeout)
+    code = _report(result, args.json)
+    if args.picture is not None:
+        result.plot(args.picture)
+    return code
 
 
 @contextlib.contextmanager

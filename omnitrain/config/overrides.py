@@ -65,7 +65,9 @@ def replace_class(trainer: Any, arguments: dict[str, Any]) -> bool:
     if kind is None:
         return False
     trainer.__class__ = kind
-    kind.__init__(trainer, **{name: value for name, value in arguments.items() if name not in kind.REFUSED})
+    kind.__init__(
+        trainer, **{name: value for name, value in arguments.items() if name not in getattr(kind, "REFUSED", {})}
+    )
     return True
 
 

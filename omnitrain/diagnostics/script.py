@@ -67,6 +67,7 @@ class Script:
         path: The script or the file.
         arguments: What it is called with.
         processes: How many processes run it; several are started as by `omnitrain launch`.
+        options: More options of the launcher, such as "--fsdp".
 
     >>> Script("train.py", ["--lr", "0.1"]).command()[1:]
     ['train.py', '--lr', '0.1']
@@ -77,6 +78,7 @@ class Script:
     path: str
     arguments: Sequence[str] = ()
     processes: int = 1
+    options: Sequence[str] = ()
 
     def check(self) -> None:
         """Raise ConfigError if there is no such file, or no process to run it."""
@@ -89,7 +91,7 @@ class Script:
         """Return the command line."""
         is_config = Path(self.path).suffix in (".yaml", ".yml")
         words = [*(["train"] if is_config else []), self.path, *self.arguments]
-        launch = ["launch", "-n", str(self.processes)] if self.processes > 1 else []
+        launch = ["launch", "-n", str(self.processes), *self.options] if self.processes > 1 else []
         return [sys.executable, *(["-m", "omnitrain"] if launch or is_config else []), *launch, *words]
 
     def run(

@@ -1,0 +1,189 @@
+"""Parts of a training step whose result depends on the batch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from omnitrain.core.events import find_overrides
+from omnitrain.data.collation import DictBatch, count_samples, split_batch
+from omnitrain.data.loaders import MapLoader
+
+# Samples that are looked at, and those of each part of them: BatchNorm needs two.
+_SAMPLES, _PART = 8, 2
+# Modules of one kind that are named.
+_NAMED = 2
+_SEED = 0
+
+
+class BatchProbe:
+    """Compares the loss of a few samples in one batch with that of the same samples in parts.
+
+    Every cause is found by a trial: without it both are equal, with it they are not. The trainer must be of one
+    process; the weights stay unchanged, statistics of the model and random numbers do not.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._tolerance = 1e-5 if trainer.precision.name == "fp32" else 2e-2
+        whole, self._parts = _read_samples(trainer)
+        self._whole, self._halves = [whole], _split(whole)
+
+    def find_reasons(self) -> list[str]:
+        """Return what makes a step depend on its split into batches; empty if nothing does."""
+        model = self._trainer.backend.model
+        training = {name: module for name, module in model.named_modules() if module.training}
+        with torch.no_grad(), _restored_modes(model):
+            model.eval()
+            reasons = self._find_in_evaluation_mode()
+            if not reasons:
+                reasons = self._find_in_modules(training) + self._find_in_algorithms()
+        return reasons
+
+    def _find_in_evaluation_mode(self) -> list[str]:
+        """Return why the loss depends on the split although no module is in training mode."""
+        if self._is_equal(self._whole, self._parts):
+            return []
+        if not self._is_equal(self._whole, self._whole, seed=_SEED + 1):
+            return ["the model draws random numbers in evaluation mode too"]
+        if self._halves is not None and self._is_equal(self._whole, self._halves):
+            if any(_shapes(part) != _shapes(self._whole[0]) for part in self._parts):
+                return ["padding changes the loss: positions that only fill up a batch are not masked in the model"]
+            return [
+                f"`data_collator` ({_name(self._trainer.settings.data_collator)}) makes other rows of fewer samples"
+            ]
+        loss = self._trainer.settings.loss_fn or self._trainer.unit
+        if self._halves is not None and self._has_equal_outputs():
+            return [f"the loss ({_name(loss)}) compares the samples of a batch, or is no mean over them"]
+        return [f"the model ({type(self._trainer.get_model()).__name__}) mixes the samples of a batch"]
+
+    def _find_in_modules(self, training: dict[str, nn.Module]) -> list[str]:
+        """Return which modules, when they alone are in training mode, make the loss depend on the split."""
+        kinds: dict[type, dict[str, nn.Module]] = {}
+        for name, module in training.items():
+            kinds.setdefault(type(module), {})[name] = module
+        return [text for modules in kinds.values() if (text := self._describe_kind(modules))]
+
+    def _describe_kind(self, modules: dict[str, nn.Module]) -> str:
+        with _in_training(modules.values()):
+            if self._is_equal(self._whole, self._parts) and self._is_equal(self._whole, self._whole, seed=_SEED + 1):
+                return ""
+        names, draws = list[str](), False
+        for name, module in modules.items():
+            with _in_training([module]):
+                is_random = not self._is_equal(self._whole, self._whole, seed=_SEED + 1)
+                if is_random or not self._is_equal(self._whole, self._parts):
+                    names.append(repr(name) if name else "(the model itself)")
+                    draws |= is_random
+            if len(names) == _NAMED:
+                break
+        kind = type(next(iter(modules.values()))).__name__
+        rest = f" and others ({len(modules)} in all)" if len(names) < len(modules) and len(names) == _NAMED else ""
+        verb = "draws random numbers per batch" if draws else "sees the batch"
+        return f"{kind} {', '.join(names)}{rest} {verb}"
+
+    def _find_in_algorithms(self) -> list[str]:
+        """Return which algorithms, when they alone transform batches, make the loss depend on the split."""
+        reasons = []
+        for algorithm in self._trainer.algorithms:
+            for transform in find_overrides([algorithm], "transform_batch"):
+                if not self._is_equal(self._whole, self._parts, transform=transform):
+                    reasons.append(f"{type(algorithm).__name__} transforms whole batches")
+        return reasons
+
+    def _is_equal(
+        self, one: Sequence[Any], other: Sequence[Any], seed: int = _SEED, transform: Callable[..., Any] | None = None
+    ) -> bool:
+        """Whether two lists of batches have the same mean loss; the other one with another seed, if it is given."""
+        expected, loss = self._loss(one, _SEED, transform), self._loss(other, seed, transform)
+        return math.isclose(expected, loss, rel_tol=self._tolerance, abs_tol=self._tolerance * 1e-3)
+
+    def _loss(self, batches: Sequence[Any], seed: int, transform: Callable[..., Any] | None) -> float:
+        trainer, total, weights = self._trainer, 0.0, 0.0
+        torch.manual_seed(seed)
+        for batch in batches:
+            weight, batch = trainer._weigh(batch), trainer._prepare_batch(batch)
+            batch = batch if transform is None else transform(trainer, batch)
+            with trainer._autocast():
+                output = trainer.backend.forward(trainer._forward, batch)
+            if not weight:
+                continue
+            is_sum = output.num_targets is not None
+            total += float(output.required_loss()) * (1 if is_sum else weight)
+            weights += float(output.num_targets) if is_sum else weight
+        return total / weights if weights else math.nan
+
+    def _has_equal_outputs(self) -> bool:
+        """Whether the outputs of the samples in one batch are those of the samples in parts."""
+        whole, parts = self._outputs(self._whole), self._outputs(self._halves or [])
+        if whole is None or parts is None or whole.shape != parts.shape:
+            return False
+        return bool(torch.allclose(whole, parts, rtol=self._tolerance * 10, atol=self._tolerance * 10))
+
+    def _outputs(self, batches: Sequence[Any]) -> torch.Tensor | None:
+        trainer, rows = self._trainer, list[torch.Tensor]()
+        for batch in batches:
+            with trainer._autocast():
+                output: Any = trainer.backend.forward(trainer._forward, trainer._prepare_batch(batch)).outputs
+            output = output.get("logits") if isinstance(output, dict) else output
+            if not isinstance(output, torch.Tensor) or not output.is_floating_point() or not output.ndim:
+                return None
+            rows.append(output.float())
+        return torch.cat(rows) if len({tensor.shape[1:] for tensor in rows}) == 1 else None
+
+
+def _read_samples(trainer: Any) -> tuple[Any, list[Any]]:
+    """Return a batch of the first samples, and batches of the same samples that were collated apart."""
+    loader = trainer.train_loader
+    if isinstance(loader, MapLoader):
+        indices = loader.sampler.samples(0, 0, _SAMPLES)
+        groups = np.split(indices, range(_PART, len(indices), _PART))
+        return loader.fetch(0, indices), [loader.fetch(0, group) for group in groups]
+    batch = next(iter(loader.first_batch())).batch
+    return batch, _split(batch) or [batch]
+
+
+def _split(batch: Any) -> list[Any] | None:
+    """Return the parts of a batch; None if it cannot be split."""
+    try:
+        return split_batch(batch, _PART) if count_samples(batch) > _PART else None
+    except Exception:
+        return None
+
+
+def _shapes(batch: Any) -> list[Any]:
+    values = batch.values() if isinstance(batch, (dict, DictBatch)) else batch if isinstance(batch, tuple) else [batch]
+    return [tuple(value.shape[1:]) if isinstance(value, torch.Tensor) else None for value in values]
+
+
+@contextlib.contextmanager
+def _restored_modes(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextlib.contextmanager
+def _in_training(modules: Any) -> Iterator[None]:
+    """Put modules into training mode inside, without those in them."""
+    modules = list(modules)
+    for module in modules:
+        module.training = True
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = False
+
+
+def _name(part: Any) -> str:
+    return getattr(part, "__qualname__", None) or type(part).__name__

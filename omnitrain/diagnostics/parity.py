@@ -1,0 +1,389 @@
+"""Numbers of a user's script on each backend, side by side."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from omnitrain.checkpoint.tensor_files import gather_to_host
+from omnitrain.config.overrides import Overrides
+from omnitrain.core.display import ResultView, Table, create_panels, draw_curve
+from omnitrain.core.errors import ConfigError, check_choice, escape_unprintable
+from omnitrain.core.events import Callback, TrainerLike
+from omnitrain.diagnostics.batch_dependence import BatchProbe
+from omnitrain.diagnostics.script import Outcome, Script
+
+Size = Literal["bits", "rounding", "different", "not run"]
+
+BACKENDS = ("native", "accelerate", "hf", "ddp", "fsdp", "zero1", "zero2", "zero3", "split")
+_CLASSES = {"native": "Trainer", "accelerate": "AccelerateTrainer", "hf": "HFTrainer"}
+# The largest relative differences that are rounding: of the first step, and of all of them, in which they grow.
+_FIRST = {"fp32": 1e-4}
+_FIRST_IN_16_BITS = 3e-2
+_GROWTH = 10.0
+_SPLIT = 8
+_RECORD, _WEIGHTS = "record.json", "weights.safetensors"
+
+
+class Recorder(Callback):
+    """Records the first steps of a run in a folder, and ends the process after them.
+
+    Args:
+        folder: The folder; the main rank writes there.
+        steps: How many steps.
+        probes: Whether to look for what makes a step depend on its split into batches.
+    """
+
+    order = 1000
+    asks_alone = False
+
+    def __init__(self, folder: str, steps: int, probes: bool = False) -> None:
+        self.folder = Path(folder)
+        self.steps = steps
+        self.probes = probes
+        self._rows: list[dict[str, float]] = []
+        self._before: tuple[Any, float] = (0.0, 0.0)
+        self._samples = 0
+
+    def on_step_start(self, trainer: Any) -> None:
+        self._before, self._samples = trainer._step.loss.snapshot(), trainer.progress.samples
+
+    def on_step_end(self, trainer: Any) -> None:
+        total, weight = trainer._step.loss.snapshot()
+        local = trainer.ranks.count_once([float(total - self._before[0]), weight - self._before[1]])
+        total, weight = trainer.ranks.sum("the loss of a recorded step", *local)
+        norm = trainer._step.grad_norm
+        self._rows.append({
+            "loss": total / weight if weight else math.nan,
+            "grad_norm": math.nan if norm is None else float(norm),
+            "samples": trainer.progress.samples - self._samples,
+        })  # fmt: skip
+        if len(self._rows) >= self.steps:
+            self._finish(trainer)
+
+    def on_train_end(self, trainer: TrainerLike) -> None:
+        if sys.exception() is None:
+            self._finish(trainer)
+
+    def _finish(self, trainer: Any) -> None:
+        named = sorted(trainer.backend.model_tensors().items())
+        weights = {name: gather_to_host(tensor).clone() for name, tensor in named}
+        record = {
+            "trainer": type(trainer).__name__,
+            "precision": trainer.precision.name,
+            "batch_size": trainer.batch_size,
+            "processes": trainer.world_size,
+            "device": str(trainer.device),
+            "rows": self._rows,
+            "reasons": self._find_reasons(trainer) if self.probes else [],
+        }
+        if trainer.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_file(weights, self.folder / _WEIGHTS)
+            self.folder.joinpath(_RECORD).write_text(json.dumps(record))
+        # the rest of the script would evaluate, save and train more
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def _find_reasons(self, trainer: Any) -> list[str]:
+        try:
+            return BatchProbe(trainer).find_reasons()
+        except Exception as error:  # a unit of the user's may not be callable outside of a step
+            return [f"(what depends on the batch is not known: {type(error).__name__}: {error})"]
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of the script, compared with the script as it is.
+
+    Attributes:
+        name: The backend or the split.
+        loss: The largest relative difference of the losses of steps; NaN if it did not run.
+        grad_norm: The same of the norms of gradients.
+        weights: The largest difference in a weight, relative to the largest entry of that weight.
+        first: The larger one of the first step's differences in loss and norm.
+        size: What the differences amount to.
+        expected: What they may amount to.
+        reason: Why they have to be, or why it did not run.
+        losses: The relative difference of the loss at each step.
+    """
+
+    name: str
+    loss: float = math.nan
+    grad_norm: float = math.nan
+    weights: float = math.nan
+    first: float = math.nan
+    size: Size = "not run"
+    expected: Size = "rounding"
+    reason: str = ""
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the differences are as expected, or could not be found."""
+        order = ("bits", "rounding", "different")
+        return self.size == "not run" or order.index(self.size) <= order.index(self.expected)
+
+
+@dataclass(frozen=True, slots=True)
+class Parity(ResultView):
+    """The numbers of a script on each backend and in each split, compared with those of the script as it is.
+
+    Attributes:
+        script: The script.
+        trainer: The class of its trainer.
+        steps: The number of steps that were compared.
+        samples: Samples in a step.
+        runs: A comparison for each backend and split.
+        reasons: What makes a step of the script depend on its split into batches.
+    """
+
+    script: str
+    trainer: str
+    steps: int
+    samples: int
+    runs: list[Run]
+    reasons: list[str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every difference is as expected."""
+        return all(run.ok for run in self.runs)
+
+    def _table(self) -> Table:
+        titles = ["", "loss", "grad_norm", "weights", "found", "expected", ""]
+        rows = [
+            [run.name, *map(_format, (run.loss, run.grad_norm, run.weights)), run.size,
+             "" if run.size == "not run" else run.expected, "" if run.ok else "UNEXPECTED"]
+            for run in self.runs
+        ]  # fmt: skip
+        head = (
+            f"{self.script}: {self.trainer}, {self.steps} steps of {self.samples} samples; largest relative difference"
+        )
+        notes = [f"{run.name}: {run.reason}" for run in self.runs if run.size == "not run"]
+        notes += [f"Depends on the split of a step: {reason}." for reason in self.reasons]
+        if not self.ok:
+            notes.append("No reason was found for the unexpected differences.")
+        return Table(titles, rows, above=[head], below=notes, is_first_left=True)
+
+    def _figure(self) -> Any:
+        figure, (axes,) = create_panels("Parity", 1)
+        for run in self.runs:
+            points = [(step, max(value, 1e-17)) for step, value in enumerate(run.losses, start=1)]
+            draw_curve(axes, points, run.name)
+        axes.set_yscale("log")
+        axes.set_xlabel("step")
+        axes.set_ylabel("relative difference of the loss")
+        axes.legend(fontsize="small")
+        return figure
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as values of JSON."""
+        runs = [{**asdict(run), "ok": run.ok} for run in self.runs]
+        runs = [{name: _to_json(value) for name, value in run.items()} for run in runs]
+        entries = {name: getattr(self, name) for name in ("script", "trainer", "steps", "samples", "reasons")}
+        return {**entries, "ok": self.ok, "runs": runs}
+
+
+def compare_backends(
+    script: Script, steps: int = 20, backends: Sequence[str] | None = None, timeout: float = 600.0
+) -> Parity:
+    """Run the first steps of a script on each backend and in other splits, and compare them with the script as it is.
+
+    Args:
+        script: The script; it runs on one process, and on two for backends of several.
+        steps: How many steps.
+        backends: Some of `BACKENDS`; None takes all that are installed.
+        timeout: Seconds for each run.
+
+    Raises:
+        ConfigError: If it cannot be tried: the script has no trainer of omnitrain, fails, or is not deterministic.
+    """
+    script.check()
+    if steps < 1:
+        raise ConfigError(f"`--steps {steps}` must be a number of steps, at least 1.")
+    for name in backends or ():
+        check_choice("--on", name, BACKENDS)
+    with tempfile.TemporaryDirectory(prefix="omnitrain-parity-") as scratch:
+        return _Comparison(script, steps, Path(scratch), timeout).compare(backends or _installed())
+
+
+def _installed() -> list[str]:
+    required = {"hf": "transformers", "zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed"}
+    return [name for name in BACKENDS if name not in required or find_spec(required[name]) is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    content: Mapping[str, Any]
+    weights: Mapping[str, torch.Tensor]
+
+    def values(self, name: str) -> list[float]:
+        return [row[name] for row in self.content["rows"]]
+
+
+class _Comparison:
+    """Runs a script in several ways."""
+
+    def __init__(self, script: Script, steps: int, scratch: Path, timeout: float) -> None:
+        self._script = script
+        self._steps = steps
+        self._scratch = scratch
+        self._timeout = timeout
+
+    def compare(self, backends: Sequence[str]) -> Parity:
+        base = self._require("as it is", {}, probes=True)
+        content = base.content
+        again = self._require("as it is, again", {})
+        repeated = _compare(Run("again", expected="bits"), again, base)
+        if repeated.size != "bits":
+            step = next((n for n, value in enumerate(repeated.losses, start=1) if value), self._steps)
+            raise ConfigError(
+                f"{self._script.path!r} is not deterministic: run twice unchanged, its losses part at step {step}. "
+                "Seed what it draws before the trainer is made (torch.manual_seed), and pass deterministic=True on a "
+                "GPU."
+            )
+        samples = int(content["rows"][0]["samples"])
+        runs = [repeated]
+        reasons = list(content["reasons"])
+        for name in backends:
+            for title, overrides, launch in self._ways(name, content, samples):
+                runs.append(self._run(title, overrides, launch, base, reasons))
+        if all(run.size == "not run" for run in runs[1:]) and len(runs) > 1:
+            raise ConfigError(
+                f"Nothing could be compared: {'; '.join(f'{run.name}: {run.reason}' for run in runs[1:])}"
+            )
+        return Parity(self._script.path, content["trainer"], len(content["rows"]), samples, runs, reasons)
+
+    def _ways(
+        self, name: str, content: Mapping[str, Any], samples: int
+    ) -> list[tuple[str, Overrides, tuple[int, list[str]]]]:
+        """Return the runs of a backend: title, overrides, and the number of processes with options of the launcher."""
+        kind, size = content["trainer"], int(content["batch_size"])
+        if name == "split":
+            part = -(-samples // _SPLIT)
+            sizes = [size for size in dict.fromkeys((samples, part)) if samples > 1]
+            return [
+                (f"{-(-samples // each)} x {each}", {"arguments": _step_of(samples, each)}, (1, [])) for each in sizes
+            ]
+        if name in _CLASSES:
+            return [] if _CLASSES[name] == kind else [(name, {"trainer": _CLASSES[name]}, (1, []))]
+        options = {"fsdp": ["--fsdp"], "ddp": []}.get(name, ["--zero", name[-1]])
+        overrides: Overrides = {"arguments": _step_of(samples, max(1, min(size, samples // 2)))}
+        if kind == "Trainer":
+            overrides["trainer"] = "AccelerateTrainer"
+        return [(f"{name} x 2", overrides, (2, ["--cpu", *options] if content["device"] == "cpu" else options))]
+
+    def _run(
+        self, title: str, overrides: Overrides, launch: tuple[int, list[str]], base: _Record, reasons: list[str]
+    ) -> Run:
+        batch_size = overrides.get("arguments", {}).get("batch_size", base.content["batch_size"])
+        has_same_split = launch[0] == 1 and batch_size == base.content["batch_size"]
+        expected: Size = "rounding" if has_same_split or not reasons else "different"
+        run = Run(title, expected=expected)
+        record, outcome = self._record(title, overrides, launch=launch)
+        if record is None:
+            run.reason = (
+                f"ended at its time limit of {self._timeout:g} s" if outcome.timed_out else _last_error(outcome)
+            )
+            return run
+        _compare(run, record, base)
+        if run.size == "different" and expected == "different":
+            run.reason = "; ".join(reasons)
+        return run
+
+    def _require(self, title: str, overrides: Overrides, probes: bool = False) -> _Record:
+        record, outcome = self._record(title, overrides, probes=probes)
+        if record is None:
+            if outcome.code == 0:
+                raise ConfigError(
+                    f"{self._script.path!r} ended without a step of a trainer of omnitrain. Give a script that trains "
+                    "with Trainer, AccelerateTrainer or HFTrainer."
+                )
+            what = "reached its time limit" if outcome.timed_out else f"failed with exit code {outcome.code}"
+            raise ConfigError(f"{self._script.path!r} {what} by itself: {_last_error(outcome)}")
+        return record
+
+    def _record(
+        self, title: str, overrides: Overrides, probes: bool = False, launch: tuple[int, list[str]] = (1, [])
+    ) -> tuple[_Record | None, Outcome]:
+        folder = self._scratch / title.replace(" ", "-").replace(",", "")
+        arguments = {"folder": str(folder), "steps": self._steps, "probes": probes}
+        path = f"{Recorder.__module__}.{Recorder.__qualname__}"
+        overrides = {
+            **overrides, "save_dir": str(folder / "runs"), "callbacks": [{"class_path": path, "init_args": arguments}]
+        }  # fmt: skip
+        processes, options = launch
+        script = Script(self._script.path, self._script.arguments, processes, options)
+        outcome = script.run(folder, overrides, timeout=self._timeout)
+        if outcome.timed_out or not (folder / _RECORD).exists():
+            return None, outcome
+        record = _Record(json.loads((folder / _RECORD).read_text()), load_file(folder / _WEIGHTS))
+        return record if record.content["rows"] else None, outcome
+
+
+def _step_of(samples: int, batch_size: int) -> dict[str, Any]:
+    """Return the arguments for steps of so many samples in micro-batches of so many."""
+    return {"global_batch_size": samples, "batch_size": batch_size, "gradient_accumulation_steps": 1}
+
+
+def _compare(run: Run, record: _Record, base: _Record) -> Run:
+    """Fill in the differences of a run."""
+    run.losses = [_relative(a, b) for a, b in zip(record.values("loss"), base.values("loss"), strict=False)]
+    norms = [_relative(a, b) for a, b in zip(record.values("grad_norm"), base.values("grad_norm"), strict=False)]
+    run.loss, run.grad_norm, run.first = max(run.losses), max(norms), max(run.losses[0], norms[0])
+    run.weights = max(
+        (_difference(record.weights.get(name), weight) for name, weight in base.weights.items()), default=0.0
+    )
+    least = _FIRST.get(base.content["precision"], _FIRST_IN_16_BITS)
+    largest = max(run.loss, run.grad_norm)
+    if not run.loss and not run.grad_norm and not run.weights:
+        run.size = "bits"
+    else:
+        run.size = "rounding" if run.first <= least and largest <= least * _GROWTH else "different"
+    return run
+
+
+def _relative(a: float, b: float) -> float:
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    return abs(a - b) / max(abs(a), abs(b)) if math.isfinite(a) and math.isfinite(b) else math.inf
+
+
+def _difference(a: torch.Tensor | None, b: torch.Tensor) -> float:
+    if a is None or a.shape != b.shape:
+        return math.inf
+    if not b.numel() or torch.equal(a, b):
+        return 0.0
+    a, b = a.double(), b.double()
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
+
+
+def _last_error(outcome: Outcome) -> str:
+    """Return the last line of the output that names an error, or the last line of all."""
+    lines = [line.strip() for line in outcome.last_lines(200).splitlines() if line.strip()]
+    errors = [line for line in lines if line.split(":")[0].rpartition(".")[2].endswith(("Error", "Exception", "Exit"))]
+    own = [line for line in errors if line.startswith("omnitrain.")]
+    return escape_unprintable((own or errors or lines or ["no output"])[-1])[:300]
+
+
+def _format(value: float) -> str:
+    return "-" if math.isnan(value) else "0" if not value else f"{value:.0e}"
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_to_json(entry) for entry in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
