@@ -85,8 +85,9 @@ class BatchProbe:
                 break
         kind = type(next(iter(modules.values()))).__name__
         rest = f" and others ({len(modules)} in all)" if len(names) < len(modules) and len(names) == _NAMED else ""
-        verb = "draws random numbers per batch" if draws else "sees the batch"
-        return f"{kind} {', '.join(names)}{rest} {verb}"
+        plural = "" if len(names) > 1 else "s"
+        effect = f"draw{plural} random numbers per batch" if draws else f"see{plural} the batch"
+        return f"{kind} {', '.join(names)}{rest} {effect}"
 
     def _find_in_algorithms(self) -> list[str]:
         """Return which algorithms, when they alone transform batches, make the loss depend on the split."""

@@ -345,7 +345,12 @@ def _compare(run: Run, record: _Record, base: _Record) -> Run:
     norms = [_relative(a, b) for a, b in zip(record.values("grad_norm"), base.values("grad_norm"), strict=False)]
     run.loss, run.grad_norm, run.first = max(run.losses), max(norms), max(run.losses[0], norms[0])
     run.weights = max(
-        (_difference(record.weights.get(name), weight) for name, weight in base.weights.items()), default=0.0
+        (
+            _difference(record.weights.get(name), weight)
+            for name, weight in base.weights.items()
+            if weight.is_floating_point()  # the others count, such as the passes of BatchNorm
+        ),
+        default=0.0,
     )
     least = _FIRST.get(base.content["precision"], _FIRST_IN_16_BITS)
     largest = max(run.loss, run.grad_norm)

@@ -97,7 +97,7 @@ def find(model: nn.Module, data: Any = None, **options: Any) -> list[str]:
         (layers(nn.BatchNorm1d(8).eval()), {}, []),
         (
             layers(*[nn.BatchNorm1d(8) for _ in range(3)], nn.Dropout(0.5)), {},
-            ["BatchNorm1d '1', '2' and others (3 in all) sees the batch", "Dropout '4' draws random numbers per batch"],
+            ["BatchNorm1d '1', '2' and others (3 in all) see the batch", "Dropout '4' draws random numbers per batch"],
         ),
         (Functional(), {}, ["Functional (the model itself) draws random numbers per batch"]),
         (Mixing(), {}, ["the model (Mixing) mixes the samples of a batch"]),
@@ -140,8 +140,9 @@ def test_sum_of_losses_is_no_dependence() -> None:
 
 
 def test_weights_and_modes_stay() -> None:
-    model = layers(nn.Dropout(0.5))
+    dropout = nn.Dropout(0.5)
+    model = layers(dropout)
     before = [weight.clone() for weight in model.parameters()]
     find(model)
-    assert model.training and model[1].training
+    assert model.training and dropout.training
     assert all(map(torch.equal, before, model.parameters()))
