@@ -28,6 +28,7 @@ from omnitrain.checkpoint.lookup import FOLDER, check_content, find_checkpoints,
 from omnitrain.checkpoint.run_record import RUN_FILE, read_starts
 from omnitrain.checkpoint.safetensors_header import read_header
 from omnitrain.checkpoint.store import MANIFEST
+from omnitrain.core.display import flatten
 from omnitrain.core.errors import CheckpointError, ConfigError, escape_unprintable
 from omnitrain.core.progress import Progress
 from omnitrain.diagnostics.verify import verify_files
@@ -125,7 +126,7 @@ def show(path: Path, as_json: bool = False) -> None:
     if frozen:
         _print(f"without the {len(frozen)} tensors that did not train, whose hashes it has")
     for title, entries in sections.items():
-        _print_section(*(("what ran", _flatten(entries)) if title == "record" else (title, entries)))
+        _print_section(*(("what ran", flatten(entries)) if title == "record" else (title, entries)))
     for part, (entries, files) in tensors.items():
         rows = [[name, dtype, str(shape)] for name, (dtype, shape) in entries.items()]
         _print(f"\n{part}: {len(rows)} tensors{f' in {files} files' if files > 1 else ''}")
@@ -175,10 +176,10 @@ def record(path: Path) -> None:
     last = {**starts[-1], "command": shlex.join(starts[-1].get("command", []))}
     sections = {title: last.pop(title, {}) for title in ("settings", "data", "code")}
     for title, entries in {f"start {len(starts)}": last, **sections}.items():
-        _print_section(title, _flatten(entries))
+        _print_section(title, flatten(entries))
     if len(starts) > 1:
         before, after = (
-            _flatten({name: value for name, value in start.items() if name not in _PER_START}) for start in starts[-2:]
+            flatten({name: value for name, value in start.items() if name not in _PER_START}) for start in starts[-2:]
         )
         _print_changes(f"changes since start {len(starts) - 1}", "~name ~before ~now", before, after)
 
@@ -321,7 +322,7 @@ def diff(a: Path, b: Path) -> None:
     ]
     _print_table("side ~checkpoint >step >epoch >score", rows)
     flat = [  # the settings, and other possible causes of a difference
-        _flatten({**content.get("settings", {}), **{name: content.get(name) for name in ("world_size", "versions")}})
+        flatten({**content.get("settings", {}), **{name: content.get(name) for name in ("world_size", "versions")}})
         for _, content in places
     ]
     _print_changes("settings differ", "~setting ~A ~B", flat[0], flat[1])
@@ -408,15 +409,6 @@ def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 # --- formatting
 
 _ABSENT = object()
-
-
-def _flatten(value: Any, name: str = "") -> dict[str, Any]:
-    """Return the values in dicts and lists by dotted names."""
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    flat: dict[str, Any] = {}
-    for key, entry in entries:
-        flat |= _flatten(entry, f"{name}.{key}" if name else str(key))
-    return flat or ({name: value} if name else {})
 
 
 def _format_setting(value: Any) -> str:

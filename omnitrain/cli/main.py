@@ -121,6 +121,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         _add_compare,
         _add_verify,
         _add_parity,
+        _add_diff,
     ):
         add(commands)
     sections = []
@@ -379,6 +380,29 @@ def _parity(args: argparse.Namespace) -> int:
     if args.picture is not None:
         result.plot(args.picture)
     return code
+
+
+def _add_diff(commands: Any) -> None:
+    diff = _add_command(
+        commands,
+        "diff",
+        "Find the first step at which two runs part, and what parted first.",
+        "Exit code 0: the runs are equal; 1: they part; 2: they could not be compared.",
+    )
+    diff.add_argument("path0", type=_place, metavar="RUN_A", help="the folder or address of a run")
+    diff.add_argument("path1", type=_place, metavar="RUN_B", help="another one")
+    diff.add_argument("--json", action="store_true", help="print the result as JSON")
+    diff.set_defaults(run=_diff)
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from omnitrain.checkpoint.lookup import local_copies
+    from omnitrain.core.secrets import mask_text
+    from omnitrain.diagnostics.run_diff import diff_runs
+
+    places = args.path0, args.path1
+    with _untried_as_config_error(), local_copies(*places, whole=False) as paths:
+        return _report(diff_runs(*paths, names=[mask_text(str(place)) for place in places]), args.json)
 
 
 @contextlib.contextmanager

@@ -164,3 +164,16 @@ def ensure_folder(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def flatten(value: Any, name: str = "") -> dict[str, Any]:
+    """Return the values in dicts and lists by dotted names.
+
+    >>> flatten({"a": [1, {"b": 2}], "c": {}})
+    {'a.0': 1, 'a.1.b': 2, 'c': {}}
+    """
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    flat: dict[str, Any] = {}
+    for key, entry in entries:
+        flat |= flatten(entry, f"{name}.{key}" if name else str(key))
+    return flat or ({name: value} if name else {})
