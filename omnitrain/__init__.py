@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from omnitrain.callbacks.preview import Preview as Preview
     from omnitrain.callbacks.profiler import Profiler as Profiler
     from omnitrain.callbacks.throughput import Throughput as Throughput
+    from omnitrain.callbacks.time_limit import TimeLimit as TimeLimit
     from omnitrain.callbacks.trace import Trace as Trace
     from omnitrain.callbacks.train_hook import HookCallback as HookCallback
     from omnitrain.callbacks.train_hook import TrainHook as TrainHook
@@ -139,6 +140,7 @@ _EXPORTS = {
     "callbacks.profiler": "Profiler",
     "callbacks.throughput": "Throughput",
     "callbacks.trace": "Trace",
+    "callbacks.time_limit": "TimeLimit",
     "callbacks.train_hook": "HookCallback TrainHook",
     "cli.compare": "RunComparison compare_runs",
     "config.configuration": "Config",

@@ -111,7 +111,7 @@ _TABLES = {
         test_dataloaders=test_loader
         min_epochs -> none: Early stopping waits for `patience` evaluations; a longer patience is a longer run.
         min_steps -> none: Early stopping waits for `patience` evaluations; a longer patience is a longer run.
-        max_time -> max_duration: "2h30m"
+        max_time -> max_duration: "2h30m"; `TimeLimit("2h30m")` in `callbacks` counts each job
         accelerator -> device: accelerate's `Accelerator` is an argument of AccelerateTrainer
         devices num_nodes strategy tpu_cores ipus hpus -> none: LAUNCH
         precision -> autocast: "16-mixed" is "fp16", "bf16-mixed" is "bf16"
@@ -324,7 +324,7 @@ _TABLES = {
         log_logprobs_metrics=compute_metrics wandb_name=trial_name benchmark_interval=eval_steps
         arguments -> none: The arguments are passed one by one.
         max_evaluation_steps per_epoch_evaluation_steps -> eval_dataset: EVAL_PART
-        training_time_limit training_time -> max_duration: "2h30m"
+        training_time_limit training_time -> max_duration: "2h30m"; `TimeLimit("2h30m")` in `callbacks` counts each job
         log_grad_norms -> none: NORM
         loss_config -> loss_fn: `CrossEntropy(ignore_index=-100, label_smoothing=0.1, z_loss=1e-4)`
         frozen_parameters -> freeze: a list of regular expressions
