@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from devices import KINDS, make
 from fake_device import FakeDevice, FakeEvent, FakeStream
-from recipes import rows, same, t16, weights
-from starving import Starving
+from recipes import Starving, rows, same, t16, weights
 
 from omnitrain import NonFiniteError, Trace
 
