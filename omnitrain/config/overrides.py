@@ -35,6 +35,9 @@ class Overrides(TypedDict, total=False):
     """The public class in place of the script's: "Trainer", "AccelerateTrainer" or "HFTrainer"."""
 
 
+# Arguments that transformers calls by another name.
+_TRAINING_FIELDS = {"batch_size": "per_device_train_batch_size"}
+
 # The folder of each run by the `save_dir` of the script, made absolute.
 _folders: dict[str, Path] = {}
 # The number of trainers so far.
@@ -83,7 +86,12 @@ def override_arguments(trainer: Any, arguments: dict[str, Any]) -> dict[str, Any
         if isinstance(callbacks, Iterable):  # otherwise the constructor rejects it
             parts = [import_object(part["class_path"])(**part.get("init_args", {})) for part in extra]
             arguments["callbacks"] = [*callbacks, *parts]
-    return arguments | overrides.get("arguments", {})
+    values = dict(overrides.get("arguments", {}))
+    for name in list(values) if training_args is not None else ():
+        field = _TRAINING_FIELDS.get(name, name)
+        if hasattr(training_args, field) and arguments.get(name) is None:  # both would contradict each other
+            setattr(training_args, field, values.pop(name))
+    return arguments | values
 
 
 def _redirect(arguments: dict[str, Any], training_args: Any, root: Path) -> None:

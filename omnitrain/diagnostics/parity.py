@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,8 @@ _FIRST = {"fp32": 1e-4}
 _FIRST_IN_16_BITS = 3e-2
 _GROWTH = 10.0
 _SPLIT = 8
+# What torchrun puts before the lines of a rank.
+_RANK = re.compile(r"^\[rank\d+\]: ?")
 _RECORD, _WEIGHTS = "record.json", "weights.safetensors"
 
 
@@ -378,7 +381,7 @@ def _difference(a: torch.Tensor | None, b: torch.Tensor) -> float:
 
 def _last_error(outcome: Outcome) -> str:
     """Return the last line of the output that names an error, or the last line of all."""
-    lines = [line.strip() for line in outcome.last_lines(200).splitlines() if line.strip()]
+    lines = [_RANK.sub("", line).strip() for line in outcome.last_lines(200).splitlines() if line.strip()]
     errors = [line for line in lines if line.split(":")[0].rpartition(".")[2].endswith(("Error", "Exception", "Exit"))]
     own = [line for line in errors if line.startswith("omnitrain.")]
     return escape_unprintable((own or errors or lines or ["no output"])[-1])[:300]

@@ -112,6 +112,19 @@ def test_overrides_replace_the_class(override: Any) -> None:
     pytest.importorskip("accelerate")
     override(trainer="AccelerateTrainer")
     assert type(build()) is omnitrain.AccelerateTrainer
+    override(trainer="Trainer")
+    accelerated = omnitrain.AccelerateTrainer(nn.Linear(4, 1), rows(16), loss_fn=nn.functional.mse_loss)
+    assert type(accelerated) is Trainer
+
+
+def test_overrides_change_training_args(override: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    override(arguments={"global_batch_size": 8, "batch_size": 2, "gradient_accumulation_steps": 1})
+    args = transformers.TrainingArguments(
+        str(tmp_path / "own"), per_device_train_batch_size=4, gradient_accumulation_steps=2, use_cpu=True
+    )
+    trainer = omnitrain.HFTrainer(nn.Linear(4, 1), args, rows(16), loss_fn=nn.functional.mse_loss)
+    assert (trainer.batch_size, trainer.gradient_accumulation_steps) == (2, 4)
 
 
 def test_overrides_redirect_training_args(override: Any, tmp_path: Path) -> None:
