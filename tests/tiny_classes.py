@@ -25,40 +25,27 @@ IMAGE = 32
 
 SIZES: list[tuple[str, Any]] = [
     (r"(num_|n_)?(hidden_|encoder_|decoder_|local_|text_|relational_|entity_|x_|l_|r_|mtp_)*layers?(_num)?", 2),
-    (r"num_(hidden|encoder|decoder)_blocks|n_layers?|num_stages|num_hidden_groups", 2),
+    (r"num_(hidden|encoder|decoder)_blocks|num_stages|num_experts_per_tok|moe_topk|moe_k", 2),
     (r"(num_|n_)(attention_|encoder_|decoder_|attn_|index_|linear_key_|linear_value_)*(heads?|attention_heads)", 4),
-    (r"(encoder|decoder|num)_attention_heads|n_head|num_heads|num_key_value_heads|n_heads", 4),
-    (r"hidden_size|d_model|n_embd|embed_dim|emb_dim|dim|hidden_dim|model_dim|d_embed|embedding_size", 32),
-    (r"word_embed_proj_dim", 32),
+    (r"(encoder|decoder)_attention_heads|num_key_value_heads|linear_num_((key|value)_)?heads|attention_window", 4),
+    (r"num_query_tokens|block_size|image_seq_length|num_(local_)?experts|n_routed_experts|moe_num_experts", 4),
+    (r"hidden_size|d_model|n_embd|embed_dim|emb_dim|dim|hidden_dim|embedding_size|word_embed_proj_dim|.*_ffn_dim", 32),
     (r"(encoder_|decoder_)?(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|n_inner|d_inner|mlp_dim|ffn_size)", 32),
-    (r"moe_intermediate_size|shared_expert_intermediate_size|hidden_dim_ff|moe_.*_size|.*_ffn_dim", 32),
-    (r"projection_size|visual_feat_dim|visual_embedding_dim|feed_forward_size|.*out_hidden_size", 32),
-    (r".*_d_state|state_size|qk_dim|attention_head_size", 8),
-    (r"linear_num_((key|value)_)?heads", 4),
-    (r"linear_((key|value)_)?head_dim", 8),
-    (r"attention_window|num_query_tokens|block_size|image_seq_length", 4),
-    (r"projection_dim|proj_size|classifier_proj_size|hidden_size_per_layer_input|multimodal_projector_dim", 32),
-    (r"vocab_size|decoder_vocab_size|vocab_size_per_layer_input|text_vocab_size", VOCABULARY),
+    (r"shared_expert_intermediate_size|moe_.*_size|projection_size|visual_feat_dim|visual_embedding_dim", 32),
+    (r"feed_forward_size|.*out_hidden_size|projection_dim|classifier_proj_size|hidden_size_per_layer_input", 32),
+    (r"base_channels|encoder_hidden_dim|vision_output_dim|projector_(input|output)_dim|expert_ffn_hidden_size", 32),
+    (r"aspp_out_channels|fusion_hidden_size", 32),
+    (r"hidden_sizes|embed_dims|neck_hidden_sizes", 16),
+    (r".*_d_state|state_size|attention_head_size|linear_((key|value)_)?head_dim|(mamba_)?chunk_size|patch_size", 8),
+    (r"(global_)?head_dim|d_kv|(qk|v)_head_dim|d_head|mamba_d_head|attention_head_dim|(q|kv)_lora_rank", 8),
+    (r"qk_(rope|nope)_head_dim", 8),
+    (r"(.*_)?vocab_size|vocab_size_per_layer_input|num_embeddings|codebook_size", VOCABULARY),
     (r"max_position_embeddings|n_positions|max_source_positions|max_target_positions|max_seq_len|n_ctx", 64),
     (r"image_size|input_size", IMAGE),
-    (r"depths|layer_depths|num_blocks|num_layers_per_stage|layers_per_stage", 1),
-    (r"hidden_sizes|embed_dims|neck_hidden_sizes|encoder_hidden_sizes|block_out_channels", 16),
-    (r"(mamba_)?chunk_size", 8),
-    (r".*_vocab_size", 64),
+    (r"depths|num_blocks|n_group|topk_group|first_k_dense_replace", 1),
     (r"num_queries", 5),
-    (r"base_channels|encoder_hidden_dim|adapter_in_dim|adapter_input_size", 32),
-    (r"vision_output_dim|projector_(input|output)_dim", 32),
-    (r"num_embeddings|codebook_size|encoder_hash_byte_group_vocab", 64),
-    (r"expert_ffn_hidden_size|aspp_out_channels|fusion_hidden_size|mm_hidden_size", 32),
-    (r"patch_size", 8),
-    (r"(global_)?head_dim|d_kv|qk_head_dim|v_head_dim|d_head|mamba_d_head|attention_head_dim", 8),
-    (r"q_lora_rank|kv_lora_rank|qk_rope_head_dim|qk_nope_head_dim", 8),
-    (r"num_(local_)?experts|n_routed_experts|moe_num_experts", 4),
-    (r"num_experts_per_tok|num_experts_per_token|moe_topk|top_k|moe_k", 2),
-    (r"n_group|topk_group|first_k_dense_replace", 1),
-    (r".*dropout.*|.*drop_rate|.*drop_prob|.*layerdrop.*|.*_pdrop|.*drop_path.*", 0.0),
-    (r"mask_time_prob|mask_feature_prob", 0.0),
-    (r"apply_spec_augment|use_timm_backbone|use_pretrained_backbone", False),
+    (r".*dropout.*|.*layerdrop.*|.*_pdrop|.*drop_path.*|mask_time_prob", 0.0),
+    (r"apply_spec_augment", False),
 ]  # fmt: skip
 """Patterns of the names of options, and their small values."""
 
@@ -132,8 +119,6 @@ def _small_value(name: str, value: Any) -> Any:
             return new if isinstance(new, bool) and isinstance(value, bool) else value
         if isinstance(value, (list, tuple)) and value and all(type(entry) is int for entry in value):
             return [1 if "heads" in name else min(new, entry) for entry in value]
-        if isinstance(value, (list, tuple)) and isinstance(new, float):
-            return [new] * len(value)
         if isinstance(value, float) or (isinstance(new, float) and isinstance(value, int)):
             return type(value)(new)
         return min(new, value) or value if isinstance(value, int) else value
