@@ -1,7 +1,5 @@
 """Arguments of algorithms are validated, by themselves and against the run."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

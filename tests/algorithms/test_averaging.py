@@ -1,7 +1,5 @@
 """Averages of weights, and the order and conflicts of algorithms."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """MixUp, CutMix and label smoothing."""
 
-from __future__ import annotations
-
 import math
 import random
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Pruning by magnitude."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import distance, rows, small_trainer, t16, weights
+from recipes import distance, fit, rows, small_trainer, t16, weights
 from torch import nn
 
 from omnitrain import Algorithm, Callback, MagnitudePruning
@@ -63,8 +61,7 @@ def test_pruning_equals_a_loop_with_masks(scope: Any) -> None:
 def test_pruned_weights_grow_by_the_cube_and_stay_zero() -> None:
     zeros = Zeros()
     pruning = MagnitudePruning(0.5, end="0.5dur", every=1)
-    trainer = build(pruning, epochs=3, optimizer="adam", callbacks=[zeros])
-    trainer.train()
+    trainer = fit(build(pruning, epochs=3, optimizer="adam", callbacks=[zeros]))
     expected = [round(64 * pruning.sparsity_at(step / 5)) for step in range(6)]
     assert zeros.counts == [*expected, *[32] * 6] and pruning.reached == 0.5
     assert not trainer.model[0]._forward_pre_hooks and list(trainer.model.state_dict()) == list(t16().state_dict())

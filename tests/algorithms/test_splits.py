@@ -1,7 +1,5 @@
 """Each algorithm of the table in docs/algorithms.md: a step is the same in every split, with class weights too."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import Sentences, Tagger, distance, same, small_trainer, weights
+from recipes import Sentences, Tagger, distance, fit, same, small_trainer, weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -76,12 +74,10 @@ def train(
     trainer_class: Any, split: tuple[int, int], *algorithms: Any, model: Any = None, data: Any = None, **options: Any
 ) -> Any:
     common = {"loss_fn": nn.CrossEntropyLoss(CLASS_WEIGHTS), "optimizer": "sgd", "max_grad_norm": None, "log_steps": 1}
-    trainer = small_trainer(
+    return fit(small_trainer(
         *algorithms, kind=trainer_class, model=model or network(), data=data or images(), batch_size=split[0],
         gradient_accumulation_steps=split[1], **{**common, **options},
-    )  # fmt: skip
-    trainer.train()
-    return trainer
+    ))  # fmt: skip
 
 
 def assert_same_in_every_split(trainer_class: Any, make: Any, build: Any = network, **options: Any) -> None:

@@ -1,13 +1,11 @@
 """Stochastic depth."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import FailsAt, distance, rows, small_trainer, weights
+from recipes import FailsAt, distance, fit, rows, small_trainer, weights
 from torch import nn
 
 from omnitrain import HookCallback, StochasticDepth
@@ -89,8 +87,7 @@ def test_model_has_no_hooks_after_a_run() -> None:
     assert not any(module._forward_hooks for module in model.modules())
     trainer.train()
     model, longer = Deep(), Deep()
-    trainer = build(StochasticDepth([Block]), model=model)
-    trainer.train()
+    trainer = fit(build(StochasticDepth([Block]), model=model))
     trainer.train(more=1)
     build(StochasticDepth([Block]), model=longer, epochs=3).train()
     assert distance(weights(model), weights(longer)) == 0

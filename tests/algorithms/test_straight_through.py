@@ -1,7 +1,5 @@
 """Straight-through estimation: passes with rounded weights, updates of full ones."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import FailsAt, Holding, Trace, distance, rows, same, small_trainer, t16, weights
+from recipes import FailsAt, Holding, Trace, distance, fit, rows, same, small_trainer, t16, weights
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -31,11 +29,10 @@ class Rounded(nn.Module):
 
 def test_run_equals_a_parametrized_model(tmp_path: Path) -> None:
     trained, model, trace = t16(), t16(), Trace()
-    trainer = build(
+    trainer = fit(build(
         StraightThrough(rounded, ["weight"]), model=trained, eval_dataset=rows(9), eval_steps=3, log_steps=1,
         optimizer="sgd", callbacks=[trace], save_dir=tmp_path,
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     for layer in (model[0], model[3]):  # type: ignore[index]
         parametrize.register_parametrization(layer, "weight", Rounded())
     optimizer, (x, y), losses, evaluations = torch.optim.SGD(model.parameters(), lr=0.1), rows(16).tensors, [], []
@@ -78,11 +75,10 @@ def test_step_without_targets_changes_no_weights(tmp_path: Path) -> None:
 
     def trained(kind: Any, data: Any) -> dict[str, torch.Tensor]:
         model, folder = t16(), tmp_path / kind.__name__
-        trainer = build(
+        trainer = fit(build(
             StraightThrough(rounded), model=model, data=data, unit=kind(model), save_dir=folder, save_steps=100,
             optimizer="sgd", epochs=1,
-        )  # fmt: skip
-        trainer.train()
+        ))  # fmt: skip
         return load_tensors(folder / f"checkpoint-{trainer.progress.step}" / "trained.safetensors")
 
     x, y = rows(16).tensors

@@ -1,13 +1,11 @@
 """Freezing, gradient clipping, growing sizes and SAM, against loops by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import FailsAt, Sentences, StopAt, Tagger, Trace, distance, rows, same, small_trainer, t16, weights
+from recipes import FailsAt, Sentences, StopAt, Tagger, Trace, distance, fit, rows, same, small_trainer, t16, weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -61,8 +59,7 @@ def test_frozen_layer_keeps_its_moments() -> None:
         "on_step_end": lambda trainer: moments.append(trainer.optimizer.state[model[0].weight]["exp_avg"].clone())
     })  # fmt: skip
     model[1].weight.requires_grad_(False)
-    trainer = build(LayerFreezing(0.0), model=model, callbacks=[look])
-    trainer.train()
+    trainer = fit(build(LayerFreezing(0.0), model=model, callbacks=[look]))
     assert not torch.equal(moments[0], moments[1]) and same(moments[2:], [moments[1]] * len(moments[2:]))
     trainer.train()  # and the next run begins with all of them
     assert model[0].weight.requires_grad is False and not model[1].weight.requires_grad
@@ -201,11 +198,10 @@ def test_skipped_step_leaves_buffers_unchanged(trainer_class: Any, algorithms: l
         })
     })  # fmt: skip
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    trainer = small_trainer(
+    trainer = fit(small_trainer(
         *algorithms, kind=trainer_class, model=model, data=rows(16, torch.float32), on_nonfinite="skip",
         callbacks=[copy],
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     assert (trainer.progress.step, trainer.progress.skipped_steps) == (7, 1)
     assert all(torch.equal(before, buffers[2][name]) for name, before in buffers[1].items())
     assert all(bool(buffer.isfinite().all()) for snapshot in buffers for buffer in snapshot.values())

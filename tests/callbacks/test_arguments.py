@@ -1,7 +1,5 @@
 """Arguments of callbacks and loggers are validated."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Statistics and histograms of weights, gradients, updates and activations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,12 +1,10 @@
 """Early stopping: the callback itself; stopping by patience is in test_parity.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
-from recipes import StopAt, rows, small_trainer
+from recipes import StopAt, fit, rows, small_trainer
 
 from omnitrain import EarlyStopping
 
@@ -14,9 +12,7 @@ from omnitrain import EarlyStopping
 def run(resume_from: Any = None, **options: Any) -> Any:
     """Train for 5 epochs of one step and one evaluation."""
     options = {"data": rows(8), "eval_dataset": rows(4), "batch_size": 8, "epochs": 5, **options}
-    trainer = small_trainer(**options)
-    trainer.train(resume_from=resume_from)
-    return trainer
+    return fit(small_trainer(**options), resume_from=resume_from)
 
 
 def test_stopper_gets_step_and_score_and_ends_the_run() -> None:

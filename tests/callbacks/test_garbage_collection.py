@@ -1,7 +1,5 @@
 """Garbage collection at step boundaries only."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

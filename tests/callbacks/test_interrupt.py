@@ -1,7 +1,5 @@
 """Signals to the main process, forked processes and data workers."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Memory in rows of logs, by phase, and snapshots."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Work at intervals of a run, and generated texts."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from counting import Streamed
-from recipes import StopAt, Trace, rows, same, small_trainer, t16, weights
+from recipes import StopAt, Trace, fit, rows, same, small_trainer, t16, weights
 from resuming import Cut, Killed
 from tiny import Tokens, llama
 
@@ -71,8 +69,7 @@ def test_values_that_wait_for_a_row_are_resumed(trainer_class: Any, tmp_path: Pa
         listener = Trace()
         callbacks = [Periodic(last_step, "1ep"), listener, callback]
         data, options = Streamed(rows(24)), {"log_steps": 2, "save_dir": tmp_path / folder}
-        trainer = small_trainer(kind=trainer_class, data=data, callbacks=callbacks, **options)
-        trainer.train(resume_from=resume)
+        small_trainer(kind=trainer_class, data=data, callbacks=callbacks, **options).train(resume_from=resume)
         return [{name: row[name] for name in ("step", "last_step") if name in row} for row in listener.logs]
 
     straight = train(StopAt(100), "straight")
@@ -142,11 +139,10 @@ class Words:
 
 def texts_of(kind: Any, *previews: Callback, **options: Any) -> tuple[Any, Any]:
     listener = Trace()
-    trainer = kind(
+    trainer = fit(kind(
         llama(), Tokens(8), batch_size=4, epochs=1, learning_rate=0.1, progress_bar=False,
         callbacks=[listener, *previews], **options,
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     return trainer, [values["preview/0"] for _, values in listener.reports]
 
 

@@ -1,7 +1,5 @@
 """Traces of steps by the profiler."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging
@@ -14,7 +12,7 @@ import pytest
 import torch
 from devices import KINDS, make
 from marks import thinned
-from recipes import Trace, callback, rows, t16
+from recipes import Trace, callback, fit, rows, t16
 
 from omnitrain import Callback, ConfigError, Profiler
 from omnitrain.callbacks.profiler import PARTS, format_table
@@ -24,9 +22,7 @@ CPU = torch.device("cpu")
 
 def run(kind: str, folder: Path, *callbacks: Callback, resume: str | None = None, **options: Any) -> Any:
     options = {"max_steps": 12, "epochs": None, "save_dir": folder, **options}
-    trainer = make(kind, CPU, t16(0.2), rows(32), callbacks=callbacks, **options)
-    trainer.train(resume)
-    return trainer
+    return fit(make(kind, CPU, t16(0.2), rows(32), callbacks=callbacks, **options), resume)
 
 
 def spans(path: Path) -> dict[str, int]:

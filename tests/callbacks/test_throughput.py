@@ -1,7 +1,5 @@
 """Rates, times, operations and goodput of a run."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +10,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from recipes import Keyed, KeyedModel, Trace, callback, rows, t16
+from recipes import Keyed, KeyedModel, Trace, callback, fit, rows, t16
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -26,8 +24,7 @@ def run(
 ) -> tuple[Any, list[dict[str, float]]]:
     trace = Trace()
     defaults: dict[str, Any] = {"batch_size": 4, "max_steps": 4, "log_steps": 2, "progress_bar": False}
-    trainer = kind(model=model, train_dataset=data, callbacks=[*callbacks, trace], **(defaults | options))
-    trainer.train()
+    trainer = fit(kind(model=model, train_dataset=data, callbacks=[*callbacks, trace], **(defaults | options)))
     return trainer, trace.logs
 
 

@@ -1,7 +1,5 @@
 """Hooks under nnScaler's names."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path
@@ -81,7 +79,7 @@ def test_hooks_change_no_weights_and_keep_no_outputs() -> None:
 
     hooks = dict.fromkeys(NAMES, lambda trainer: None) | {"on_train_step_end": refer}
     callback = HookCallback(hooks)
-    trainer = trainer_with(callback, model=models[0], epochs=3)
+    trainer = trainer_with(callback, model=models[0], epochs=3)  # which is still there below
     trainer.train()
     trainer_with(model=models[1], epochs=3).train()
     assert same(weights(models[0]), weights(models[1]))

@@ -1,7 +1,5 @@
 """Checkpoints and saved models with adapters, in PEFT's own format."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

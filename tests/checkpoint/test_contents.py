@@ -1,7 +1,5 @@
 """Forged and damaged checkpoints: one is restored completely, or rejected with the trainer unchanged."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import hashlib
@@ -19,7 +17,7 @@ from forging import ODDITIES, content_of, copied, forge_tensors, places, put, se
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from marks import TRAINERS, make_small, thinned
-from recipes import rows, t16
+from recipes import fit, rows, t16
 from resuming import assert_same, build, memory_folder, outcome
 from tiny import Tokens, gpt
 from torch import nn
@@ -268,12 +266,11 @@ def test_save_after_a_skipped_step_keeps_the_best(trainer_class: Any, tmp_path: 
     """It has the name of the best, which was saved before it, and all of its weights and buffers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    trainer = make_small(
+    trainer = fit(make_small(
         trainer_class, model, rows(16, torch.float32), eval_dataset=rows(8, torch.float32), max_steps=3, eval_steps=2,
         save_steps=10, on_nonfinite="skip", learning_rate=0.05, algorithms=[InfiniteOnce()], callbacks=[SaveSkipped()],
         save_dir=tmp_path,
-    )  # fmt: skip
-    trainer.train()
+    ))  # fmt: skip
     assert (trainer.metrics["best_step"], trainer.progress.skipped_steps) == (2, 1)
     assert content_of(tmp_path / "checkpoint-2")["progress"]["skipped_steps"] == 1
     assert trainer.evaluate()["eval_loss"] == trainer.metrics["best_valid"]["eval_loss"]

@@ -1,7 +1,5 @@
 """A disk that fails at any operation of any writer: the run warns, tries again, and does not end."""
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import errno
@@ -22,7 +20,7 @@ import pytest
 import torch
 from marks import make_small, thinned
 from programs import exit_code, fork
-from recipes import StopAt, rows, same, t16, weights
+from recipes import StopAt, fit, rows, same, t16, weights
 from safetensors.torch import save_file
 
 from omnitrain import Callback, CheckpointError, NonFiniteError
@@ -185,8 +183,7 @@ def train_steps(run: Path) -> list[int]:
 
 def train_and_test(kind: str, run: Path) -> Any:
     """Train, test, save and write the results, as a program does."""
-    trainer = make(kind, run)
-    trainer.train()
+    trainer = fit(make(kind, run))
     result = outcome(trainer)
     trainer.save_metrics("test", {"test_loss": 1.0})
     return result
@@ -236,16 +233,14 @@ def test_disk_fault_at_operation_does_not_end_the_run(kind: str, part: int | Non
                 if (run / "metrics.jsonl").exists():
                     assert rows_of(run)[-1][1] == 6, f"after {disk.failed}"
             elif Store(run).resolve("auto") is not None:  # it verifies
-                trainer = make(kind, run)
-                trainer.train(resume_from="auto")
+                trainer = fit(make(kind, run), resume_from="auto")
                 assert same(weights(trainer.get_model()), expected[0]), f"after {disk.failed}"
 
 
 @pytest.mark.parametrize("part", thinned([None, 0, 4, 8], [None]))
 def test_resume_works_on_full_disk(part: int | None, folder: Path) -> None:
     def resume(run: Path) -> Any:
-        trainer = make("native", run)
-        trainer.train(resume_from="last")
+        trainer = fit(make("native", run), resume_from="last")
         return outcome(trainer)
 
     run, first = folder / "run", folder / "first"

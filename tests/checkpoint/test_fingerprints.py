@@ -1,7 +1,5 @@
 """Fingerprints of data and code, and resumes that they reject."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import linecache
@@ -16,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import make_small, thinned
-from recipes import Noisy
+from recipes import Noisy, fit
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -59,8 +57,7 @@ def test_identity_rejects_other_labels_and_names_a_sample(kind: str, options: di
     other = {"data": data(size, flipped=True), **options}
     with pytest.raises(CheckpointError, match=r"other data.* sample \d+ of the training set .*its entry 1"):
         make(tmp_path, kind, **other, epochs=2).train(resume_from="auto")
-    trainer = make(tmp_path, kind, **other, epochs=2)
-    trainer.train(resume_from="auto", allow_change={"train_dataset"})
+    trainer = fit(make(tmp_path, kind, **other, epochs=2), resume_from="auto", allow_change={"train_dataset"})
     assert trainer.progress.step == 6
     make(tmp_path, kind, **other, epochs=3).train(resume_from="auto")
 

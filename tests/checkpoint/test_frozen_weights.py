@@ -1,7 +1,5 @@
 """Checkpoints without the weights that do not train (`save_frozen`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import torch
 from adapting import adapted, agree, make, run, weights_of
 from forging import content_of
 from marks import make_small
-from recipes import StopAt, rows
+from recipes import StopAt, fit, rows
 from resuming import Net
 from safetensors.torch import load_file
 from tiny import Tokens, llama
@@ -66,8 +64,7 @@ def test_frozen_base_is_left_out_and_resume_is_exact(kind: str, tmp_path: Path, 
     assert counts == []  # nothing is saved
     run(kind, adapted(lora_dropout=0.1), tmp_path, callbacks=[StopAt(3)])
     assert counts == [12]
-    resumed = make(kind, adapted(lora_dropout=0.1), tmp_path)
-    resumed.train(resume_from="auto")
+    resumed = fit(make(kind, adapted(lora_dropout=0.1), tmp_path), resume_from="auto")
     assert counts == [12, 12]
     assert agree(weights_of(resumed), weights_of(straight)) and resumed.metrics == straight.metrics
     trained = {name for name, weight in resumed.get_model().named_parameters() if weight.requires_grad}

@@ -1,7 +1,5 @@
 """Initial weights (`init_from`): checkpoints and files of other programs, in full or in part."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -11,7 +9,7 @@ import pytest
 import torch
 from forging import content_of, seal, shard, spoil
 from marks import make_small
-from recipes import StopAt, distance, rows, t16, weights
+from recipes import StopAt, distance, fit, rows, t16, weights
 from safetensors.torch import save_file
 from tiny import gpt
 from torch import nn
@@ -48,8 +46,7 @@ def test_init_from_loads_once_on_every_trainer(trainer_class: Any, file: Path) -
 
 
 def test_init_from_reads_checkpoints_pointers_and_files(tmp_path: Path, file: Path) -> None:
-    trainer = make(model=t16(), save_dir=tmp_path / "run", eval_dataset=rows(8))
-    trainer.train()
+    trainer = fit(make(model=t16(), save_dir=tmp_path / "run", eval_dataset=rows(8)))
     for name in ("checkpoint-2", "last", "best", "checkpoint-2/model.safetensors"):
         assert distance(weights(initialized(tmp_path / "run" / name)), weights(trainer.model)) == 0
     torch.save(t16().state_dict(), tmp_path / "plain.pt")
@@ -67,8 +64,7 @@ def test_init_from_reads_checkpoints_pointers_and_files(tmp_path: Path, file: Pa
 
 
 def test_init_from_reads_and_verifies_sharded_checkpoints(tmp_path: Path) -> None:
-    trainer = make(model=t16(), save_dir=tmp_path / "run")
-    trainer.train()
+    trainer = fit(make(model=t16(), save_dir=tmp_path / "run"))
     folder = tmp_path / "run" / "checkpoint-2"
     shard(folder)
     with torch.device("meta"):
@@ -138,8 +134,7 @@ def test_init_from_loads_extra_state(trainer_class: Any, tmp_path: Path, caplog:
     def counting(source: Any) -> nn.Sequential:
         return make(trainer_class, nn.Sequential(Counting(5)), init_from=source).get_model()
 
-    trainer = make(trainer_class, nn.Sequential(Counting(3)), save_dir=tmp_path / "run")
-    trainer.train()
+    trainer = fit(make(trainer_class, nn.Sequential(Counting(3)), save_dir=tmp_path / "run"))
     torch.save(trainer.get_model().state_dict(), tmp_path / "weights.pt")
     checkpoint = tmp_path / "run" / "last"
     for source in (checkpoint, tmp_path / "weights.pt", {"path": checkpoint, "convert": dict}):
@@ -185,8 +180,7 @@ def test_init_from_supplies_frozen_weights_on_resume(file: Path, tmp_path: Path)
     make(init_from=file, callbacks=[StopAt(1)], **options).train()
     with pytest.raises(CheckpointError, match="saved without the weights that did not train"):
         make(**options).train(resume_from="auto")
-    resumed = make(init_from=file, **options)
-    resumed.train(resume_from="auto")
+    resumed = fit(make(init_from=file, **options), resume_from="auto")
     assert distance(weights(resumed.model)[:2], weights(t16())[:2]) == 0
 
 

@@ -1,7 +1,5 @@
 """Runs that are killed, or whose power is cut, at any operation: they resume to the same end."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

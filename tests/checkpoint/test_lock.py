@@ -1,7 +1,5 @@
 """The lock of a run folder: one run at a time, however the one before it ended."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

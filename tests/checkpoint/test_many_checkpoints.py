@@ -1,7 +1,5 @@
 """File system calls of a save, which do not grow with the checkpoints in the folder."""
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import io

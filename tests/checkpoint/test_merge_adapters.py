@@ -1,7 +1,5 @@
 """`omnitrain checkpoint` with checkpoints that have a part of a model: export, merge, show, diff."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -13,7 +11,7 @@ import torch
 from adapting import adapted, agree, lora, reopened, run, weights_of
 from forging import shard, spoil
 from marks import make_small
-from recipes import rows, t16
+from recipes import fit, rows, t16
 from safetensors.torch import load_file
 from tiny import Tokens, bert, llama
 from torch import nn
@@ -128,8 +126,7 @@ def test_merge_a_classifier_with_more_classes(tmp_path: Path, export: Any) -> No
         )  # fmt: skip
 
     trainer(1).train()
-    resumed = trainer(2)
-    resumed.train(resume_from="auto")
+    resumed = fit(trainer(2), resume_from="auto")
     export("--merge", tmp_path / "base")
     check_logits(tmp_path / "out", resumed.get_model(), AutoModelForSequenceClassification)
 

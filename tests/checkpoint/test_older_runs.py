@@ -3,8 +3,6 @@
 Only what a resumed run reads is kept of them; those of sharded kinds were written by two processes.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

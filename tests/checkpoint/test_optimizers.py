@@ -1,7 +1,5 @@
 """Checkpoints of several optimizers, which a custom training loop has by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from forging import content_of, copied, forge_tensors, seal
 from marks import make_small
-from recipes import rows, same, weights
+from recipes import fit, rows, same, weights
 from torch import nn
 
 from omnitrain import AccelerateTrainer, CheckpointError, ConfigError, Trainer
@@ -63,13 +61,11 @@ def make(folder: Path | None, epochs: int = 1, base: Any = Trainer, attribute: s
 
 @pytest.mark.parametrize("base", [Trainer, AccelerateTrainer])
 def test_optimizers_of_a_custom_loop_are_saved_and_resumed(base: Any, tmp_path: Path) -> None:
-    straight = make(tmp_path / "straight", 2, base)
-    straight.train()
+    straight = fit(make(tmp_path / "straight", 2, base))
     assert straight.progress.step == 10
     assert [path.name for path in straight.store.checkpoints()] == ["checkpoint-5", "checkpoint-10"]
     make(tmp_path / "resumed", 1, base).train()
-    resumed = make(tmp_path / "resumed", 2, base)
-    resumed.train(resume_from="auto")
+    resumed = fit(make(tmp_path / "resumed", 2, base), resume_from="auto")
     assert same(weights(resumed.model), weights(straight.model))
     moments, expected = (
         [state["exp_avg"] for optimizer in trainer.optimizers.values() for state in optimizer.state.values()]
@@ -128,6 +124,5 @@ def test_optimizers_with_forged_state_are_rejected(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="checkpoint-10"):
             trainer.train(resume_from="last")
         assert same(weights(trainer.model), before), name
-        trainer = make(run, 3)
-        trainer.train(resume_from="auto")
+        trainer = fit(make(run, 3), resume_from="auto")
         assert trainer.progress.step == 15, name

@@ -1,7 +1,5 @@
 """Runs whose `save_dir` is the address of a remote store: uploads, downloads, faults, locks and kills."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

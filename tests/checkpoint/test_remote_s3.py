@@ -1,7 +1,5 @@
 """Runs on S3's protocol: s3fs with moto's server on the loopback, and the faults of real stores."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

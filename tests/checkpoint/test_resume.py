@@ -1,7 +1,5 @@
 """Interrupted and resumed runs, which end like uninterrupted ones, and further guarantees of checkpoint folders."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
@@ -28,7 +26,7 @@ from backends import make_trainer
 from counting import Streamed
 from forging import content_of, copied, seal
 from marks import make_small, thinned
-from recipes import Pages, rows
+from recipes import Pages, fit, rows
 from resuming import (
     Cut,
     KillAtEvent,
@@ -887,8 +885,7 @@ def test_seeking_does_not_read_earlier_samples(folder: Path) -> None:
     content = content_of(checkpoint)
     steps = {"step": 200_000, "samples": 800_000, "samples_in_epoch": 800_000}
     seal(checkpoint, content | {"step": 200_000, "progress": content["progress"] | steps})
-    trainer = make(200_003)
-    trainer.train(resume_from="auto")
+    trainer = fit(make(200_003), resume_from="auto")
     fingerprint = 2 * 32  # a few dozen samples, each twice
     assert trainer.progress.samples_in_epoch == 800_012 and trainer.train_dataset.count == 12 + fingerprint
     assert len(trainer.train_loader.sampler.order(0)) == 1_000_000

@@ -1,7 +1,5 @@
 """The record of the starts of a run, in run.json and in checkpoints, without secrets."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

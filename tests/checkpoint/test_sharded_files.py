@@ -1,7 +1,5 @@
 """Tensors in the files of several ranks: written, read in full and in parts, by omnitrain and by PyTorch."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -100,7 +98,7 @@ class Mesh:
     def get_coordinate(self) -> list[int]:
         return list(self.coordinate)
 
-    def only(self, dimensions: Shape) -> Mesh:
+    def only(self, dimensions: Shape) -> Any:
         """Return the mesh of some dimensions in which this rank is."""
         index = tuple(slice(None) if axis in dimensions else at for axis, at in enumerate(self.coordinate))
         chosen = [tuple(sizes[axis] for axis in dimensions) for sizes in (self.shape, self.coordinate)]

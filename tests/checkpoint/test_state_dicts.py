@@ -1,7 +1,5 @@
 """Weights, moments and random states are restored bit for bit, under the names of the bare module."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import inspect

@@ -1,7 +1,5 @@
 """Objects with `state_dict` and `load_state_dict` that are no callbacks: optimizers, units, datasets, losses."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import TRAINERS, make_small
-from recipes import StopAt, rows
+from recipes import StopAt, fit, rows
 from resuming import Killed
 from torch import nn
 from torch.utils.data import Dataset, Subset, default_collate
@@ -269,6 +267,5 @@ def test_schedule_by_epoch_resumes_at_the_end_of_an_epoch(kind: str, tmp_path: P
     options = {"lr_scheduler": "linear", "scheduler_interval": "epoch", "max_steps": None, "epochs": 3}
     with pytest.raises(Killed):
         build(kind, "loss", tmp_path, callbacks=[KillAfterSave()], **options).train()
-    resumed = build(kind, "loss", tmp_path, **options)
-    resumed.train(resume_from="auto")
+    resumed = fit(build(kind, "loss", tmp_path, **options), resume_from="auto")
     assert resumed.progress.step == 18

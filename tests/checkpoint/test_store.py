@@ -1,7 +1,5 @@
 """Checkpoint folders under kills, full disks, damage and moves; and retention."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """Run folders and stores that somebody else made: nothing outside of the run folder is written."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

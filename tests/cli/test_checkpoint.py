@@ -1,7 +1,5 @@
 """`omnitrain checkpoint`: what it answers about real checkpoints, complete and damaged ones."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import itertools
 import json

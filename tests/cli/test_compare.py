@@ -1,7 +1,5 @@
 """Runs side by side: their table and picture, and the runs that cannot be compared."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

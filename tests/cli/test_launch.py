@@ -1,7 +1,5 @@
 """Command line of `omnitrain launch`, and the commands and environments of its processes."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
