@@ -301,6 +301,17 @@ def callback(base: type = Callback, **members: Any) -> Any:
     return type("Functions", (base,), functions)()
 
 
+def setting(base: type, event: str, flag: str, value: bool = True, step: int = 2) -> Any:
+    """Return a callback of transformers that sets one flag at one event of one step."""
+
+    def on_event(args: Any, state: Any, control: Any, **details: Any) -> Any:
+        if state.global_step == step:
+            setattr(control, flag, value)
+        return control
+
+    return callback(base, **{event: on_event})
+
+
 class StopAt(Callback):
     """Asks for the end of the run after a step."""
 

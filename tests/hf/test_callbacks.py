@@ -9,7 +9,7 @@ import torch
 import transformers
 from counting import Streamed
 from marks import thinned
-from recipes import callback
+from recipes import callback, setting
 from tiny import Tokens, bert
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
@@ -262,17 +262,6 @@ def test_memory_metrics_are_those_of_a_stock_trainer(arguments: Any) -> None:
     assert results[0] == results[1] and any(name.startswith("eval_mem_") for name in results[1])
 
 
-def setting(event: str, flag: str, value: bool, step: int = 2) -> TrainerCallback:
-    """Return a callback that sets one flag at one event of one step."""
-
-    def on_event(args: Any, state: Any, control: Any, **details: Any) -> Any:
-        if state.global_step == step:
-            setattr(control, flag, value)
-        return control
-
-    return callback(TrainerCallback, **{event: on_event})
-
-
 RARE = {**BY_STEPS, "eval_steps": 100, "save_steps": 100, "logging_steps": 1}
 ALL_AT_2 = {**BY_STEPS, "eval_steps": 2, "save_steps": 2, "logging_steps": 2}
 FLAGS: list[Any] = [
@@ -296,7 +285,7 @@ def test_flags_are_honoured_at_every_event(arguments: Any, options: Any, event: 
     events = []
     fields = {"max_steps": 5, **{name: field for name, field in options.items() if name != "step"}}
     for kind in KINDS:
-        sets = setting(event, flag, value, options.get("step", 2))
+        sets = setting(TrainerCallback, event, flag, value, options.get("step", 2))
         saves = {"keep_best": 0} if kind is HFTrainer else {}
         events.append(run(kind, arguments(kind.__name__, **fields), sets, **saves)[1].events)
     assert events[1] == events[0]
@@ -304,7 +293,7 @@ def test_flags_are_honoured_at_every_event(arguments: Any, options: Any, event: 
 
 def test_stop_flag_at_a_log_ends_the_run_with_a_checkpoint(arguments: Any) -> None:
     """This is another difference."""
-    stop = setting("on_log", "should_training_stop", True)
+    stop = setting(TrainerCallback, "on_log", "should_training_stop")
     expected, events = (run(kind, arguments(kind.__name__, **RARE), stop)[1].events for kind in KINDS)
     assert [event for event in events if event[0] != "on_save"] == expected
     assert ("on_save", 2, 0.5) in events

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from marks import thinned
-from recipes import Keyed, KeyedModel, Noisy, StopAt, Trace, callback, distance, fit, rows, same, t16, weights
+from recipes import Keyed, KeyedModel, Noisy, StopAt, Trace, callback, distance, fit, rows, same, setting, t16, weights
 from safetensors.torch import load_file
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
@@ -126,37 +126,20 @@ def test_history_is_that_of_a_stock_trainer(arguments: Any) -> None:
                 assert row[name] == pytest.approx(expected[name], abs=1e-6), name
 
 
-class Requests(TrainerCallback):
-    """Raises transformers' flags at chosen steps, or in the middle of the second step."""
-
-    def __init__(self, substep: str = "", **steps: int) -> None:
-        self.substep, self.steps = substep, steps
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        for flag, step in self.steps.items():
-            if state.global_step == step:
-                setattr(control, flag, True)
-        return control
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        if self.substep:
-            setattr(control, self.substep, state.global_step == 1)
-        return control
-
-
 @pytest.mark.parametrize(
-    ("callback", "accumulation", "steps", "reason"),
+    ("event", "flag", "accumulation", "steps", "reason"),
     [
-        (Requests(should_epoch_stop=2), 1, [2, 7], "epochs"),
-        (Requests("should_epoch_stop"), 2, [2, 5], "epochs"),
-        (Requests("should_training_stop"), 2, [2], "requested"),
+        ("on_step_end", "should_epoch_stop", 1, [2, 7], "epochs"),
+        ("on_substep_end", "should_epoch_stop", 2, [2, 5], "epochs"),
+        ("on_substep_end", "should_training_stop", 2, [2], "requested"),
     ],
-    ids=["epoch", "epoch in a step", "run in a step"],
 )
 def test_stop_flags_wait_for_the_end_of_a_step(
-    arguments: Any, callback: Any, accumulation: int, steps: list[int], reason: str
+    arguments: Any, event: str, flag: str, accumulation: int, steps: list[int], reason: str
 ) -> None:
-    trainer = keyed(arguments(**TRAIN_ONLY, gradient_accumulation_steps=accumulation), callbacks=[callback])
+    """Set after the second step, or in its middle."""
+    stops = setting(TrainerCallback, event, flag, step=2 if event == "on_step_end" else 1)
+    trainer = keyed(arguments(**TRAIN_ONLY, gradient_accumulation_steps=accumulation), callbacks=[stops])
     assert [row["step"] for row in trainer.metrics["train_metrics_history"]] == steps
     assert (trainer.stop_reason, trainer.progress.step) == (reason, steps[-1])
     if reason == "requested":
@@ -171,7 +154,9 @@ def test_save_flag_writes_a_full_checkpoint_without_intervals(arguments: Any, tm
 
     saves = type(callback(TrainerCallback, on_save=note))
     args = arguments(save_strategy="no", eval_steps=1, max_steps=6)
-    straight = keyed(args, callbacks=[Requests(should_save=3), saves])  # an instance, and a class
+    straight = keyed(
+        args, callbacks=[setting(TrainerCallback, "on_step_end", "should_save", step=3), saves]
+    )  # an instance, and a class
     assert steps == steps_of(tmp_path / "run") == [3] and straight.store is None
     assert len(straight.metrics["valid"]) == 6
     assert (tmp_path / "run" / "checkpoint-3" / "omnitrain.json").exists()
