@@ -658,7 +658,7 @@ def test_control_flags_of_a_subclass_are_honoured(arguments: Any, tmp_path: Path
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     trainer = trained(arguments(), Own)
-    assert trainer.progress.step == 3 and trainer.stop_reason == trainer.control.stop == "requested"
+    assert trainer.progress.step == 3 and trainer.stop_reason == "requested"
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
