@@ -16,15 +16,7 @@ from recipes import callback, same, small_trainer, weights
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from omnitrain import (
-    AccelerateTrainer,
-    CheckpointError,
-    ConfigError,
-    HFTrainer,
-    NonFiniteError,
-    SpikeGuard,
-    Trainer,
-)
+from omnitrain import AccelerateTrainer, CheckpointError, ConfigError, HFTrainer, NonFiniteError, SpikeGuard, Trainer
 from omnitrain.algorithms.spike_guard import Spike
 
 KINDS = [Trainer, AccelerateTrainer, HFTrainer]

@@ -204,8 +204,7 @@ def chosen(operations: list[str], kind: str, part: int | None, is_full: bool = F
 @pytest.mark.parametrize(
     ("kind", "part"),
     thinned(
-        [("native", None), ("hf", None), *(("native", part) for part in range(PARTS))],
-        [("native", None), ("hf", None)],
+        [("native", None), ("hf", None), *(("native", part) for part in range(PARTS))], [("native", None), ("hf", None)]
     ),
 )
 def test_disk_fault_at_operation_does_not_end_the_run(kind: str, part: int | None, folder: Path, caplog: Any) -> None:

@@ -21,16 +21,7 @@ from omnitrain.core.paths import local_folder
 s3fs = pytest.importorskip("s3fs")
 pytest.importorskip("moto")
 
-from stores import (  # noqa: E402
-    S3,
-    content_of,
-    lose_machine,
-    mirroring,
-    remote_folders,
-    remote_steps,
-    s3_variables,
-    save_texts,
-)
+from stores import S3, content_of, lose_machine, mirroring, remote_folders, remote_steps, s3_variables, save_texts  # noqa: E402
 
 pytestmark = pytest.mark.processes  # a server, whose requests have limits in seconds
 

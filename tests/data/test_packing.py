@@ -17,16 +17,7 @@ from tiny import VOCABULARY, Tokens, bert, gpt, llama
 from torch import nn
 from transformers import default_data_collator
 
-from omnitrain import (
-    CheckpointError,
-    Collator,
-    ConfigError,
-    CrossEntropy,
-    DataError,
-    MultiTask,
-    PackedDataset,
-    Trainer,
-)
+from omnitrain import CheckpointError, Collator, ConfigError, CrossEntropy, DataError, MultiTask, PackedDataset, Trainer
 from omnitrain.data.packing import best_fit_decreasing
 
 Sample = dict[str, Any]

@@ -157,10 +157,7 @@ LABELS = by_name([
 def call_on_one_rank(what: str, when: str, rank: int, wrapping: str = "ddp") -> None:
     """Make a call that concerns all processes on one of them, before, in or after the training."""
     data = rows(16, torch.float32)
-    arguments = {
-        "save_model": [case_folder() / "model"],
-        "evaluate": [data],
-    }
+    arguments = {"save_model": [case_folder() / "model"], "evaluate": [data]}
 
     def call(trainer: Any) -> None:
         mark()

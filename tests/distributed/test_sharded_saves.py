@@ -246,10 +246,7 @@ def test_full_disk_at_any_operation_costs_one_checkpoint(
     assert not errors, "\n".join(errors)
 
 
-@pytest.mark.parametrize(
-    ("way", "rank"),
-    thinned([("ddp", 0), ("parts", 1), ("async", 1)], [("parts", 1)]),
-)
+@pytest.mark.parametrize(("way", "rank"), thinned([("ddp", 0), ("parts", 1), ("async", 1)], [("parts", 1)]))
 def test_required_save_that_fails_on_one_rank_ends_both(way: str, rank: int, tmp_path: Path) -> None:
     at = "sync model" if way == "ddp" else "write rank-"
     failing = case(way, "run", folder=str(tmp_path / "run"), rank=rank, at=at, fault="full", save_required=True)

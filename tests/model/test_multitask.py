@@ -16,15 +16,7 @@ from recipes import Sentences, Tagger, Trace, distance, fit, same, trainer_on_cp
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from omnitrain import (
-    Callback,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    MultiTask,
-    MultiTaskUnit,
-    Trainer,
-)
+from omnitrain import Callback, CheckpointError, ConfigError, DataError, MultiTask, MultiTaskUnit, Trainer
 from omnitrain.data.collation import Collator, count_samples
 
 

@@ -13,15 +13,7 @@ from recipes import Keyed, KeyedModel, trainer_on_cpu
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from omnitrain import (
-    CheckpointError,
-    ConfigError,
-    EvalSet,
-    HFTrainer,
-    ObjectiveError,
-    StepOutput,
-    Trainer,
-)
+from omnitrain import CheckpointError, ConfigError, EvalSet, HFTrainer, ObjectiveError, StepOutput, Trainer
 
 
 def classes(size: int = 16, seed: int = 0) -> TensorDataset:
