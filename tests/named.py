@@ -55,7 +55,7 @@ class Options:
 
 
 class Typed(nn.Module):
-    """Keeps arguments of more types."""
+    """Keeps arguments of more types, some of which name functions and classes at several depths."""
 
     def __init__(
         self,
@@ -68,6 +68,9 @@ class Typed(nn.Module):
         modules: dict[str, nn.Module] | None = None,
         kind: type[nn.Module] = nn.ReLU,
         weight: torch.Tensor | None = None,
+        either: int | nn.Module | None = None,
+        pair: tuple[Callable[..., Any], int] | None = None,
+        lists: list[list[Callable[..., Any]]] | None = None,
     ) -> None:
         super().__init__()
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
@@ -110,21 +113,6 @@ class Own(nn.Module):
 
 class MySGD(torch.optim.SGD):
     """An optimizer of one's own."""
-
-
-class Takes(nn.Linear):
-    """A model with arguments that name functions and classes, at several depths."""
-
-    def __init__(
-        self,
-        functions: dict[str, Callable[..., Any]] | None = None,
-        kind: type[nn.Module] = nn.ReLU,
-        either: int | nn.Module | None = None,
-        pair: tuple[Callable[..., Any], int] | None = None,
-        lists: list[list[Callable[..., Any]]] | None = None,
-    ) -> None:
-        super().__init__(4, 2)
-        self.functions, self.kind = functions, kind
 
 
 def rows(size: int = 32, seed: int = 0) -> TensorDataset:

@@ -315,7 +315,7 @@ def test_foreign_code_needs_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert config(current, model="of_here.Net").check() == [] and (tmp_path / "ran-here").exists()
     for values in ({"functions": {"a": "of_elsewhere.f"}}, {"kind": "of_elsewhere.Net"}, {"either": "of_elsewhere.Net"},
                   {"pair": ["of_elsewhere.f", 3]}, {"lists": [["of_elsewhere.f"]]}):  # fmt: skip
-        (error,) = config(current, model=part("named.Takes", **values)).check()
+        (error,) = config(current, model=part("named.Typed", **values)).check()
         assert "neither installed nor in the current folder" in str(error)
     assert not (tmp_path / "ran-elsewhere").exists()
     assert config(current, trust=True, model="of_elsewhere.Net").check() == [] and (tmp_path / "ran-elsewhere").exists()
