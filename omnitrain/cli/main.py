@@ -120,6 +120,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         _add_checkpoint,
         _add_compare,
         _add_verify,
+        _add_drill,
         _add_parity,
         _add_diff,
     ):
@@ -458,6 +459,51 @@ def _schedule(args: argparse.Namespace) -> None:
         seconds_per_step=args.seconds_per_step, **{name: getattr(args, name) for name in names.split()},
     )  # fmt: skip
     _print_and_draw(preview, args.plot)
+
+
+def _add_script(parser: argparse.ArgumentParser) -> None:
+    """Have a command take a script with its arguments, and the number of its processes."""
+    add = parser.add_argument
+    add("-n", dest="processes", type=int, default=1, metavar="N", help="processes of the script (default: 1)")
+    add("--timeout", type=float, default=3600.0, metavar="SECONDS", help="for each run (default: %(default).0f)")
+    add("--json", dest="is_json", action="store_true", help="print the result as JSON")
+    add("script", metavar="SCRIPT", help="a script that trains, or a YAML file as for `omnitrain train`")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+
+
+def _add_drill(commands: Any) -> None:
+    drill = _add_command(
+        commands,
+        "drill",
+        "Kill and resume a script at random moments, and compare it with an undisturbed run.",
+        "Exit code 0: equal to the bit, 1: not, 2: it could not be tried.",
+        usage="omnitrain drill [-n N] [--kills K] [--signals A,B] [--seed S] [options] SCRIPT [arguments of it]",
+    )
+    add = drill.add_argument
+    add("--kills", type=int, default=5, metavar="K", help="interruptions (default: %(default)s)")
+    about = "of kill, term, stop (a standstill) and disk (a full disk) (default: all)"
+    add("--signals", default="kill,term,stop,disk", metavar="A,B", help=about)
+    add("--seed", type=int, default=0, metavar="S", help="chooses the moments (default: %(default)s)")
+    add("--picture", type=Path, metavar="FILE", help="an image of both curves to write, such as drill.svg")
+    _add_script(drill)
+    drill.set_defaults(run=_drill)
+
+
+def _drill(args: argparse.Namespace) -> int:
+    from omnitrain.diagnostics.drill import drill
+    from omnitrain.diagnostics.script import Script
+
+    def report(line: str) -> None:
+        if not args.is_json:
+            print(line, flush=True)
+
+    script = Script(args.script, args.arguments, args.processes)
+    result = drill(script, args.kills, args.signals.split(","), args.seed, timeout=args.timeout, report=report)
+    print(result.to_json() if args.is_json else result.verdict())
+    if args.picture is not None:
+        path = result.plot(args.picture)
+        report(f"Drawn in {path}.")
+    return result.code
 
 
 def _parse_option(text: str) -> Any:

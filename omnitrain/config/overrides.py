@@ -132,6 +132,7 @@ def override_run(trainer: Any, resume_from: Any, more: Any) -> Any:
     """Return from where a call of `train()` resumes; each further call of a trainer has a folder of its own."""
     overrides, attributes = read_overrides(), vars(trainer)
     calls = attributes["_calls_of_train"] = attributes.get("_calls_of_train", 0) + 1
+    attributes["_resume_from"] = resume_from
     if "save_dir" not in overrides:
         return resume_from
     if calls > 1:
@@ -147,6 +148,15 @@ def override_run(trainer: Any, resume_from: Any, more: Any) -> Any:
     if overrides.get("resume") and trainer.ranks.on_main("the checkpoints of a rehearsal", trainer.store.checkpoints):
         return "auto"
     return "auto" if resume_from == "auto" else resume_from
+
+
+def describe_run(trainer: Any) -> dict[str, Any]:
+    """Return what the script itself has given for a run: its `save_dir`, and what it resumes from."""
+    save_dir = vars(trainer)["save_dir"]
+    original = next((name for name, folder in _folders.items() if folder == save_dir), "run")
+    is_supplied = original.startswith("run")
+    resume_from = vars(trainer).get("_resume_from")
+    return {"save_dir": None if is_supplied else original, "resume_from": resume_from and str(resume_from)}
 
 
 def _change_folder(trainer: Any, folder: Path) -> None:

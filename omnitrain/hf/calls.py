@@ -24,6 +24,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from omnitrain.arguments import change_setting, reject_assignment
 from omnitrain.callbacks.early_stopping import EarlyStopping
+from omnitrain.config import overrides
 from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Callback, Control
@@ -251,6 +252,8 @@ class TransformersAPI(BaseTrainer):
             "resume_from", resume_from or None, "resume_from_checkpoint", resume_from_checkpoint or None
         )
         self._reject_changed_arguments()
+        if checkpoint is True and overrides.is_active():
+            checkpoint = "auto"
         if checkpoint is True:
             if self.store is None or not self.ranks.on_main("a look at `save_dir`", self.store.checkpoints):
                 raise ConfigError(

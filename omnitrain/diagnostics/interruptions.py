@@ -1,0 +1,311 @@
+"""The callback of a drill: a record of each step, and one interruption."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FunctionType
+from typing import Any, TypedDict
+
+import torch
+
+from omnitrain.config import overrides
+from omnitrain.core.events import Callback
+
+PHASES = ("data", "step", "evaluation", "save")
+SIGNALS = ("kill", "term", "stop", "disk")
+CLASS_PATH = f"{__name__}.Observer"
+_NUMBERS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": getattr(signal, "SIGSTOP", signal.SIGKILL)}
+_CHANGES_OF_DISK = ("mkdir", "write", "link", "rename", "sync")
+
+
+class Interruption(TypedDict):
+    """What interrupts a run, and where."""
+
+    run: str
+    step: int
+    phase: str
+    signal: str
+    number: int
+    """How many batches of the evaluation, or file operations of the save, come before it."""
+    ranks: list[int] | None
+    """The ranks that it hits; None are all."""
+
+
+class Observer(Callback):
+    """Records digests of each step and of the end of a run, and interrupts it.
+
+    Each rank appends to a file of its own, one JSON line per event, which outlives a kill.
+
+    Args:
+        folder: Where the files are.
+        interruption: What interrupts the run; None records only.
+        save_steps: The steps between checkpoints that are requested in addition; None requests none.
+    """
+
+    order = 90
+    asks_alone = False
+
+    def __init__(self, folder: str, interruption: Interruption | None = None, save_steps: int | None = None) -> None:
+        self._folder = Path(folder)
+        self._interruption = interruption
+        self._save_steps = save_steps
+        self._is_done = interruption is None
+        self._disk_error: OSError | None = None
+        self._has_failed = False
+        self._is_evaluating = False
+        self._count = 0
+        self._batches = 0
+        self._losses: list[float] = []
+
+    # --- the record
+
+    def on_train_start(self, trainer: Any) -> None:
+        self._has_failed = False
+        self._write(trainer, "start", total=trainer.total_steps, **overrides.describe_run(trainer))
+
+    def on_batch_start(self, trainer: Any, batch: Any, number: int) -> None:
+        if number == 0:
+            self._batches, self._losses = 0, []
+        self._batches = digest(batch, self._batches)
+
+    def on_after_loss(self, trainer: Any, loss: torch.Tensor) -> None:
+        self._losses.append(float(loss.detach()))
+
+    def on_step_end(self, trainer: Any) -> None:
+        step, losses = trainer.progress.step, self._losses
+        loss = math.fsum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else None
+        self._write(
+            trainer, "step", batch=self._batches, loss=loss, rates=[group["lr"] for group in _groups(trainer)],
+            random=digest(_random_state()), weights=digest(_weights(trainer.model)),
+        )  # fmt: skip
+        if self._save_steps is not None and step % self._save_steps == 0:
+            trainer.control.schedule("save")
+
+    def on_eval_start(self, trainer: Any) -> None:
+        self._is_evaluating, self._count = True, 0
+
+    def on_eval_batch_end(self, trainer: Any, batch: Any, output: Any) -> None:
+        if self._is_evaluating:
+            if self._is_due(trainer, "evaluation") and self._count >= self._number:
+                self._interrupt(trainer)
+            self._count += 1
+
+    def on_eval_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
+        self._is_evaluating = False
+        self._write(trainer, "evaluation", count=self._count)
+        if self._is_due(trainer, "evaluation"):
+            self._interrupt(trainer)
+
+    def on_save_start(self, trainer: Any) -> None:
+        self._count = 0
+        if not isinstance(trainer.store.fs, WatchedDisk):
+            trainer.store.fs = WatchedDisk(trainer.store.fs, lambda name: self._touch_disk(trainer, name))
+
+    def on_save_end(self, trainer: Any) -> None:
+        self._write(trainer, "save", count=self._count)
+        if self._is_due(trainer, "save") and self._signal != "disk":
+            self._interrupt(trainer)
+
+    def on_exception(self, trainer: Any, error: BaseException) -> None:
+        self._has_failed = True
+
+    def on_train_end(self, trainer: Any) -> None:
+        if self._has_failed or trainer.lifecycle.signal or trainer.control.signal:
+            return
+        files, rest = trainer._checkpointer._contents.capture_tensors()
+        tensors = {f"{file}/{name}": digest(value) for file, part in files.items() for name, value in part.items()}
+        values = {name: json.dumps(value, sort_keys=True, default=repr) for name, value in rest.items()}
+        history = json.loads(json.dumps(dict(trainer.metrics), default=repr))
+        objects = {name: value for name, value in _objects(trainer) if value}
+        self._write(
+            trainer, "end", reason=trainer.stop_reason, tensors=tensors, values=values, history=history, objects=objects
+        )
+
+    def _write(self, trainer: Any, event: str, **values: Any) -> None:
+        row = {"run": Path(trainer.save_dir).name, "event": event, "step": trainer.progress.step, **values}
+        with open(self._folder / f"observed-{trainer.rank}.jsonl", "ab", buffering=0) as file:
+            file.write(json.dumps(row).encode() + b"\n")
+
+    # --- the interruption
+
+    def on_data_fetched(self, trainer: Any, batches: Sequence[Any]) -> None:
+        if self._is_due(trainer, "data", ahead=1):
+            self._interrupt(trainer)
+
+    def on_step_start(self, trainer: Any) -> None:
+        if self._disk_error is not None:  # the run continues after a full disk: what it has left is resumed from
+            self._write(trainer, "killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_before_optimizer_step(self, trainer: Any) -> None:
+        if self._is_due(trainer, "step", ahead=1) and self._number % 2 == 0:
+            self._interrupt(trainer)
+
+    def on_after_optimizer_step(self, trainer: Any) -> None:
+        if self._is_due(trainer, "step", ahead=1):
+            self._interrupt(trainer)
+
+    @property
+    def _number(self) -> int:
+        return 0 if self._interruption is None else self._interruption["number"]
+
+    @property
+    def _signal(self) -> str:
+        return "" if self._interruption is None else self._interruption["signal"]
+
+    def _is_due(self, trainer: Any, phase: str, ahead: int = 0) -> bool:
+        spec = self._interruption
+        if self._is_done or spec is None or spec["phase"] != phase or spec["run"] != Path(trainer.save_dir).name:
+            return False
+        is_hit = spec["ranks"] is None or trainer.rank in spec["ranks"]
+        return is_hit and trainer.progress.step + ahead >= spec["step"]
+
+    def _interrupt(self, trainer: Any) -> None:
+        self._is_done = True
+        self._write(trainer, "interruption")
+        if self._signal == "stop":
+            (self._folder / "stopped").touch()
+        os.kill(os.getpid(), _NUMBERS[self._signal])
+
+    def _touch_disk(self, trainer: Any, name: str) -> None:
+        """Interrupt the run before a file operation of a save, or have it fail as on a full disk."""
+        if self._is_due(trainer, "save") and self._count >= self._number:
+            if self._signal != "disk":
+                self._interrupt(trainer)
+            elif name in _CHANGES_OF_DISK:
+                self._is_done = True
+                self._write(trainer, "interruption")
+                self._disk_error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self._disk_error is not None and name in _CHANGES_OF_DISK:
+            raise self._disk_error
+        self._count += 1
+
+
+class WatchedDisk:
+    """The file system of a store, with a call before each operation.
+
+    Args:
+        disk: The file system.
+        watch: Called with the name of each operation; what it raises is the error of the operation.
+    """
+
+    def __init__(self, disk: Any, watch: Callable[[str], None]) -> None:
+        self._disk, self._watch = disk, watch
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._disk, name)
+        if not callable(operation):
+            return operation
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._watch(name)
+            return operation(*args, **kwargs)
+
+        return run
+
+
+# --- digests
+
+
+def digest(value: Any, start: int = 0) -> int:
+    """Return a number for nested tensors, arrays and plain values, equal for equal bits.
+
+    >>> digest({"a": torch.ones(2)}) == digest({"a": torch.ones(2)}) != digest({"a": torch.zeros(2)})
+    True
+    """
+    hasher = hashlib.blake2b(str(start).encode(), digest_size=8)
+    for piece in _pieces(value):
+        hasher.update(piece)
+    return int.from_bytes(hasher.digest())
+
+
+def _pieces(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        local: Any = value.detach()
+        local = local.to_local() if hasattr(local, "to_local") else local
+        if local.layout is not torch.strided:
+            local = local.to_dense()
+        yield f"{local.dtype}{tuple(local.shape)}".encode()
+        yield local.cpu().contiguous().flatten().view(torch.uint8).numpy() if local.numel() else b""
+    elif isinstance(value, Mapping):
+        for name in value:
+            yield repr(name).encode()
+            yield from _pieces(value[name])
+    elif isinstance(value, (list, tuple)):
+        yield f"[{len(value)}".encode()
+        for entry in value:
+            yield from _pieces(entry)
+    elif hasattr(value, "tobytes"):
+        yield value.tobytes()
+    elif isinstance(value, (str, int, float, bool, bytes, type(None))):
+        yield repr(value).encode()
+    elif hasattr(value, "__dict__"):
+        yield from _pieces({name: part for name, part in vars(value).items() if isinstance(part, torch.Tensor)})
+
+
+def _weights(model: torch.nn.Module) -> Iterable[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _groups(trainer: Any) -> list[dict[str, Any]]:
+    return trainer.backend.optimizer.param_groups
+
+
+def _random_state() -> list[Any]:
+    state: list[Any] = [torch.get_rng_state(), list(random.getstate()[1])]
+    if "numpy" in sys.modules:
+        state.append(list(sys.modules["numpy"].random.get_state())[1:3])
+    if torch.cuda.is_initialized():
+        state.append(torch.cuda.get_rng_state_all())
+    return state
+
+
+def _objects(trainer: Any) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the user's objects with the values of their attributes, to find what a checkpoint has forgotten."""
+    settings = trainer.settings
+    names = ("data_collator", "train_dataset", "train_loader", "unit", "loss_fn", "compute_metrics")
+    objects = [(name, getattr(settings, name)) for name in names]
+    objects += [("callback", part) for part in trainer.lifecycle.callbacks]
+    objects += [("algorithm", part) for part in trainer.algorithms]
+    objects += [("model", trainer.model)]
+    for role, part in objects:
+        module = getattr(part, "__module__", None) or type(part).__module__
+        if part is None or isinstance(part, Observer) or module.split(".")[0] in ("omnitrain", "torch", "transformers"):
+            continue
+        name = getattr(part, "__qualname__", type(part).__qualname__)
+        yield f"{role} {name}", dict(_plain_attributes(part))
+
+
+def _plain_attributes(part: Any) -> Iterator[tuple[str, str]]:
+    """Yield attributes as text: plain values, and generators of random numbers by their state."""
+    attributes: dict[str, Any] = {}
+    if isinstance(part, FunctionType):
+        code = part.__code__
+        attributes |= {name: part.__globals__[name] for name in code.co_names if name in part.__globals__}
+        for name, cell in zip(code.co_freevars, part.__closure__ or (), strict=False):
+            attributes[name] = cell.cell_contents
+    else:
+        attributes |= getattr(part, "__dict__", {})
+    for name, value in attributes.items():
+        if isinstance(value, (bool, int, float, str)):
+            yield name, repr(value)[:200]
+        elif isinstance(value, torch.Generator):
+            yield name, f"a generator {digest(value.get_state()):x}"
+        elif isinstance(value, random.Random):
+            yield name, f"a generator {digest(list(value.getstate()[1])):x}"
+        elif hasattr(value, "bit_generator"):
+            yield name, f"a generator {digest(repr(value.bit_generator.state)):x}"
+        elif isinstance(value, itertools.count):
+            yield name, repr(value)
+        elif isinstance(value, (list, tuple, dict, set)) and len(value) < 1000:
+            yield name, repr(value)[:200]

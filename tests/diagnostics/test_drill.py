@@ -1,0 +1,175 @@
+"""Drills of scripts with planted faults: what differs is found, and what is to blame for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from marks import thinned
+from programs import LIMIT, fork
+
+from omnitrain import ConfigError, Trainer
+from omnitrain.cli.main import main
+from omnitrain.config import overrides
+from omnitrain.diagnostics import drill as drills
+from omnitrain.diagnostics.drill import Drill, Record, drill, plan_interruptions
+from omnitrain.diagnostics.script import Outcome, Script
+
+FORGOTTEN = [
+    ("callback", "another learning rate (same batch, loss, weights, random state)", "callback Halving: its 'count'"),
+    ("collator", "another batch", "data_collator Noise: its 'generator'"),
+    ("function", "another batch", "data_collator scale: its 'chance'"),
+]
+LACKING = [
+    ("several runs", "save_dir '"),
+    ("late save", "saves only at its end: the drill saves every 4 steps"),
+    ("no folder", "has no `save_dir`"),
+    ("transformers", "is redirected"),
+]
+PLANTED = Path(__file__).with_name("planted.py")
+
+
+def run_forked(
+    script: Script, folder: Path, values: Any, *, name: str = "output", is_stuck: Any = bool, **_: Any
+) -> Outcome:
+    """Run a script as `Script.run` does, in a fork that has imported everything already."""
+    folder.mkdir(parents=True, exist_ok=True)
+    output = folder / f"{name}.log"
+
+    def run() -> int:
+        sys.stdout = sys.stderr = output.open("w", buffering=1)
+        os.environ[overrides.VARIABLE] = json.dumps(values)
+        sys.argv = [script.path, *script.arguments]
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        torch.seed()  # a new process would not have the state of this one
+        try:
+            runpy.run_path(script.path, run_name="__main__")
+        except SystemExit as error:
+            return int(error.code or 0)
+        return 0
+
+    child, end = fork(run), time.monotonic() + LIMIT
+    while not (state := os.waitpid(child, os.WNOHANG))[0]:
+        if is_stuck() or time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    code = os.waitstatus_to_exitcode(state[1])
+    return Outcome(code if code >= 0 else 128 - code, 1.0, output)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Trainer and torch._dynamo  # imported here by their first use, not in each of the forked processes
+    monkeypatch.setattr(Script, "run", run_forked)
+    monkeypatch.setattr(drills, "_STANDSTILL_SECONDS", 0.0)
+
+
+def run(folder: Path, fault: str = "", kills: int = 4, **options: Any) -> Drill:
+    return drill(Script(str(PLANTED), [fault, str(folder)]), kills, **options)
+
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("forked")]
+
+
+def test_drill_of_a_sound_script_is_equal(tmp_path: Path) -> None:
+    """Interrupted once by each signal; its own folder stays empty, and nothing is left of the drill."""
+    lines: list[str] = []
+    result = run(tmp_path, seed=1, report=lines.append)
+    assert result.ok and result.code == 0 and all(result.parts.values()), str(result)
+    assert lines[0].startswith("undisturbed: 20 steps, 5 evaluations, ")
+    assert {start.interruption["signal"] for start in result.starts[:-1] if start.interruption} == {*drills.SIGNALS}
+    for start in result.starts[:-1]:
+        assert start.step is not None and start.resumed_at is not None and start.resumed_at <= start.step + 1
+    assert not list(tmp_path.iterdir()) and result.folder is None
+    assert str(result).splitlines()[-1] == result.verdict() == f"equal to the bit: {', '.join(result.parts)}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "what", "suspect"),
+    thinned(FORGOTTEN, FORGOTTEN[:2]),
+)
+def test_drill_reports_forgotten_state(fault: str, what: str, suspect: str, tmp_path: Path) -> None:
+    result = run(tmp_path, fault, 1, signals=["kill"], seed=2)
+    (start, _) = result.starts
+    assert result.code == 1 and result.is_deterministic and start.resumed_at is not None
+    assert what in result.difference and result.difference.startswith("since step ")
+    assert result.suspects[0].startswith(suspect)
+    assert not result.parts["weights"] and not result.parts["metrics.jsonl"] and result.parts["random state"]
+    assert result.folder is not None and result.folder.is_dir()
+
+
+def test_drill_reports_an_unseeded_script(tmp_path: Path) -> None:
+    result = run(tmp_path, "unseeded", 1, signals=["kill"])
+    assert result.code == 2 and result.is_deterministic is False and result.folder is None
+    assert result.verdict().startswith("not deterministic by itself: two undisturbed runs differ. since step 1: ")
+
+
+def test_drill_reports_a_resume_that_fails(tmp_path: Path) -> None:
+    result = run(tmp_path, "rejecting", 2, signals=["term"])
+    assert result.code == 1 and "cannot be restored" in result.difference and "SIGTERM at step" in result.difference
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raises", "failed by itself, with exit code 1.*broken by itself"),
+        ("trains nothing", "trained with no trainer of omnitrain"),
+        ("only weights", "saves only weights"),
+    ],
+)
+def test_drill_cannot_try(fault: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        run(tmp_path, fault)
+    assert main(["drill", "--kills", "1", str(PLANTED), fault, str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "note"),
+    thinned(LACKING, LACKING[:1]),
+)
+def test_drill_supplies_what_a_script_lacks(fault: str, note: str, tmp_path: Path) -> None:
+    if fault == "transformers":
+        assert pytest.importorskip("omnitrain.hf.trainer") and pytest.importorskip("accelerate.tracking")
+    result = run(tmp_path, fault, signals=["kill", "disk"], seed=3)
+    assert result.ok and note in "\n".join(result.notes), str(result)
+    assert not list(tmp_path.iterdir())
+    if fault == "several runs":
+        assert [*result.losses] == ["run-1", "run-2", "run-3", "run-3.2", "run-3.3"]
+
+
+def test_drill_command_prints_json_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    words = ["--kills", "1", "--signals", "kill", "--json", "--picture", str(tmp_path / "drill.svg")]
+    assert main(["drill", *words, str(PLANTED), "", str(tmp_path / "own")]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"] and result["code"] == 0 and len(result["starts"]) == 2
+    assert (tmp_path / "drill.svg").read_text().count("kill") >= 1
+
+
+def test_plan_covers_all_phases_and_signals() -> None:
+    rows = [{"run": "run-1", "event": "start", "step": 0}]
+    rows += [{"run": "run-1", "event": "step", "step": step} for step in range(1, 101)]
+    rows += [{"run": "run-1", "event": "evaluation", "step": 50, "count": 3}]
+    rows += [{"run": "run-1", "event": "save", "step": step, "count": 9} for step in (20, 80)]
+    record = Record({"0": rows}, {})
+    places = plan_interruptions(record, 16, drills.SIGNALS, 0, processes=2)
+    assert places == plan_interruptions(record, 16, drills.SIGNALS, 0, processes=2)
+    assert {place["phase"] for place in places} == {*drills.PHASES}
+    assert {place["signal"] for place in places} == {*drills.SIGNALS}
+    assert all(place["phase"] == "save" for place in places if place["signal"] == "disk")
+    assert [place["step"] for place in places] == sorted(place["step"] for place in places)
+    assert any(place["ranks"] is None for place in places) and any(place["ranks"] for place in places)
+
+
+@pytest.mark.parametrize(("kills", "signals"), [(0, ["kill"]), (1, ["burn"]), (1, [])])
+def test_drill_rejects_wrong_options(kills: int, signals: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`--kills 0`|`--signals"):
+        run(tmp_path, kills=kills, signals=signals)
