@@ -1,4 +1,4 @@
-"""Drills: a script that is interrupted and resumed, compared with an undisturbed run."""
+"""Drills: a script with interruptions, compared with an undisturbed run of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from omnitrain.diagnostics.script import Outcome, Script
 _STANDSTILL_SECONDS = 1.0
 _TIMING = re.compile(r"per_second|seconds|time|memory|mfu|flops|elapsed", re.IGNORECASE)
 """Names of values that no two runs share."""
-_PARTS = ("weights", "optimizer state", "schedule", "random state", "history", "metrics.jsonl", "best")
+_PARTS: tuple[str, ...] = ("weights", "optimizer state", "schedule", "random state", "history", "metrics.jsonl", "best")
 _STEP_PARTS = {
     "batch": "batch",
     "loss": "loss",

@@ -1,4 +1,4 @@
-"""The callback of a drill: a record of each step, and one interruption."""
+"""The callback of a drill: records of steps, and one interruption."""
 
 from __future__ import annotations
 

@@ -91,7 +91,8 @@ def main(fault: str, folder: str) -> None:
     trainer = Trainer(model, data, data, eval_steps=4, device="cpu", **options)
     trainer.train()
     if fault == "several runs":
-        Trainer(model, data, device="cpu", **{**options, "save_dir": f"{folder}/other"}).train(resume_from="auto")
+        options["save_dir"] = f"{folder}/other"
+        Trainer(model, data, device="cpu", **options).train(resume_from="auto")
         options |= {"save_dir": None, "save_steps": None, "epochs": 2}
         last = Trainer(model, data, device="cpu", **options)
         last.train()

@@ -147,7 +147,21 @@ def test_drill_supplies_what_a_script_lacks(fault: str, note: str, tmp_path: Pat
 
 def test_drill_command_prints_json_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    words = ["--kills", "1", "--signals", "kill", "--json", "--picture", str(tmp_path / "drill.svg")]
+    words = [
+        "--kills",
+        "1",
+        "--signals",
+        "kill",
+        "--seed",
+        "5",
+        "--timeout",
+        "300",
+        "-n",
+        "1",
+        "--json",
+        "--picture",
+        str(tmp_path / "drill.svg"),
+    ]
     assert main(["drill", *words, str(PLANTED), "", str(tmp_path / "own")]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["ok"] and result["code"] == 0 and len(result["starts"]) == 2
