@@ -208,18 +208,12 @@ class Pages(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         self.at = state["at"]
 
 
-class Blank(Dataset[dict[str, torch.Tensor]]):
+class Blank(Sentences):
     """Sentences of which some have no label at all."""
 
-    def __init__(self, size: int, blank: Container[int]) -> None:
-        self.sentences, self.blank = Sentences(size), blank
-
-    def __len__(self) -> int:
-        return len(self.sentences)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        sample = self.sentences[index]
-        return {**sample, "labels": torch.full_like(sample["labels"], -100)} if index in self.blank else sample
+    def __init__(self, size: int, blank: Iterable[int]) -> None:
+        super().__init__(size)
+        self.labels[[*blank]] = -100
 
 
 class Overflowing(nn.Module):

@@ -86,14 +86,8 @@ def gpt(seed: int = 0, vocabulary: int = VOCABULARY) -> GPT2LMHeadModel:
     ).double()  # fmt: skip
 
 
-class Short(Dataset[dict[str, Any]]):
+class Short(list[dict[str, Any]]):
     """Sequences of 4 to 8 tokens, to be packed into one row."""
 
     def __init__(self, size: int) -> None:
-        self.tokens = Tokens(size)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self.tokens.ids[index][: 4 + index % 5].tolist()}
+        super().__init__({"input_ids": ids[: 4 + i % 5].tolist()} for i, ids in enumerate(Tokens(size).ids))

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from compiled import compile_once
 from forking import Case, Found, Outcome, by_name, case_folder, current_rank, joined, play, show_life
-from recipes import Sentences, StopAt, Tagger, Trace, t16
+from recipes import Blank, Sentences, StopAt, Tagger, Trace, t16
 from resuming import Numbered
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -242,13 +242,9 @@ class Indices(Algorithm):
         return batch
 
 
-def masked_sentences(size: int) -> Sentences:
+def masked_sentences(size: int) -> Blank:
     """Sentences of which two in five have no label at all."""
-    data = Sentences(size)
-    for index in range(size):
-        if index * 7 % 5 < 2:
-            data.labels[index] = -100
-    return data
+    return Blank(size, [index for index in range(size) if index * 7 % 5 < 2])
 
 
 RECIPE: dict[str, Any] = {"epochs": 3, "learning_rate": 0.05, "max_grad_norm": 0.5}

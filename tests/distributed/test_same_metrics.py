@@ -13,7 +13,7 @@ import torchmetrics
 from backends import DTYPES, PROCESSES, Jobs, asked_for, bound, dtype_of, gap, launch_all, make_trainer, sound
 from counting import Streamed
 from marks import thinned
-from recipes import CountsPasses, Sentences, Tagger, Trace, fit, rows, t16
+from recipes import Blank, CountsPasses, Sentences, Tagger, Trace, fit, rows, t16
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -117,19 +117,10 @@ def score(backend: str, kind: str, batch: int, sizes: str) -> dict[str, Any]:
     return scores
 
 
-class Sorted(torch.utils.data.Dataset[Any]):
-    """Sentences of 1 to 6 tokens, and none at all of the labels in some."""
-
-    def __init__(self, size: int) -> None:
-        self.rows = Sentences(size)
-        self.rows.labels[1::3] = -100
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        length = 1 + index * 5 % 6
-        return {key: value[:length] for key, value in self.rows[index].items()}
+def of_any_length(size: int) -> list[dict[str, torch.Tensor]]:
+    """Return sentences of 1 to 6 tokens, some of which have no label at all."""
+    sentences = Blank(size, range(1, size, 3))
+    return [{key: value[: 1 + i * 5 % 6] for key, value in sentences[i].items()} for i in range(size)]
 
 
 def pad(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -143,10 +134,10 @@ def predict_ragged(backend: str) -> dict[str, Any]:
     results = {}
     for batch, size in ((1, 2), (2, 7), (3, 1)):
         trainer = make_trainer(
-            backend, Tagger(dtype=torch.float32), Sorted(4), data_collator=pad, eval_batch_size=batch,
+            backend, Tagger(dtype=torch.float32), of_any_length(4), data_collator=pad, eval_batch_size=batch,
             compute_metrics="accuracy",
         )  # fmt: skip
-        predictions, labels, metrics = trainer.predict(Sorted(size))
+        predictions, labels, metrics = trainer.predict(of_any_length(size))
         # as wide as the widest sentence, whatever the batches; what a model says of padding depends on them
         predictions[labels == -100] = 0.0
         results[f"{size} by {batch}"] = [predictions.tolist(), labels.tolist(), metrics]
