@@ -11,7 +11,7 @@ from recipes import Sentences, Tagger, distance, fit, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from omnitrain import SAM, Algorithm, Callback
+from omnitrain import SAM, Algorithm, Callback, SpikeGuard
 
 FP32 = torch.float32
 
@@ -39,8 +39,13 @@ TOGETHER = {
 
 @pytest.mark.parametrize(
     "options",
-    [{}, TOGETHER, pytest.param({"num_workers": 2}, marks=pytest.mark.processes)],
-    ids=["plain", "everything", "workers"],
+    [
+        {},
+        TOGETHER,
+        {"algorithms": [SpikeGuard(threshold=100.0, every=10)]},
+        pytest.param({"num_workers": 2}, marks=pytest.mark.processes),
+    ],
+    ids=["plain", "everything", "spikes", "workers"],
 )
 def test_step_does_not_wait_for_device(device: torch.device, kind: str, options: dict[str, Any]) -> None:
     forbid = Forbid(50, 10)
