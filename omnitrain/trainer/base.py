@@ -100,6 +100,9 @@ from omnitrain.trainer.lifecycle import Lifecycle
 from omnitrain.trainer.loop import Loop
 from omnitrain.trainer.step import Step
 
+if TYPE_CHECKING:
+    from omnitrain.diagnostics.check import CheckResult
+
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 
@@ -778,11 +781,38 @@ class BaseTrainer(Hooks, ABC):
             ConfigError: If the run has begun, or the trainer has a `_train_epoch` or `_train_step` of your own.
         """
         check_compilable(self._loop, steps)
-        with self._calling("compile()", draws=True), isolated_rng(self.device):
+        with self._rehearsing("compile()"):
+            return compile_ahead(self._loop, steps)
+
+    def check(self, samples: int = 10_000, seconds: float = 5.0) -> CheckResult:
+        """Look for faults of the data, the model and the loss before the run, in seconds, and leave no trace.
+
+        A batch of up to 16 samples is run some dozen times, and at most `samples` of each set are read. Weights,
+        buffers, modes, gradients, data and random numbers are then as before, so a later `train()` gives the same
+        numbers. All ranks call it, and get the same result.
+
+        Args:
+            samples: How many samples of each set to read, at most.
+            seconds: For how long to read each set, and to overfit the batch, at most.
+
+        Raises:
+            ConfigError: If the run has begun, or there are no training data.
+        """
+        from omnitrain.diagnostics.check import check_run
+        from omnitrain.diagnostics.rehearsal import check_not_begun
+
+        check_not_begun(self._loop, "check()")
+        with self._rehearsing("check()"):
+            return check_run(self._loop, samples, seconds)
+
+    @contextlib.contextmanager
+    def _rehearsing(self, call: str) -> Iterator[None]:
+        """Enter a call that runs parts of a run ahead of it, and resets the random numbers."""
+        with self._calling(call, draws=True), isolated_rng(self.device):
             self._begin_run(resumes=True)
             try:
                 with _kernels(self.settings, self.precision), self.lifecycle.suppress_events():
-                    return compile_ahead(self._loop, steps)
+                    yield
             finally:
                 self._end_run()
 

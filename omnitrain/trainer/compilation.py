@@ -118,7 +118,7 @@ def _windows_of_new_shapes(loop: Loop, steps: int) -> Iterator[tuple[Window, lis
         lifecycle.progress = replace(lifecycle.progress, samples_in_epoch=position, step=done, step_in_epoch=done)
         windows = loop.feed.windows(loader, 0, lifecycle.progress)
         for _, window in zip(range(limit), windows, strict=False):
-            shapes = [_shape_of(_transformed(loop, batch)) for batch in window.batches]
+            shapes = [_shape_of(transformed(loop, batch)) for batch in window.batches]
             is_new = [shape not in known and shape not in shapes[:turn] for turn, shape in enumerate(shapes)]
             marks = loop.ranks.gather("the shapes of a step", is_new)
             turns = [turn for turn, each in enumerate(zip(*marks, strict=True)) if any(each)]
@@ -134,10 +134,13 @@ def _windows_of_new_shapes(loop: Loop, steps: int) -> Iterator[tuple[Window, lis
         loader.close()
 
 
-def _transformed(loop: Loop, batch: Any) -> Any:
-    """Return a training batch as algorithms make it, which may be longer or larger in later steps."""
+def transformed(loop: Loop, batch: Any, prepares: bool = False) -> Any:
+    """Return a training batch as algorithms make it, which may be longer or larger in later steps.
+
+    It is prepared for the model if there are any, or if that is asked for.
+    """
     transforms = find_overrides(loop.trainer.algorithms, "transform_batch")
-    if transforms:
+    if transforms or prepares:
         batch = loop.trainer._prepare_batch(batch)
     for transform in transforms:
         batch = transform(loop.trainer, batch)

@@ -1,0 +1,294 @@
+"""Checks of data before a run: labels, features, and samples in two sets."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from omnitrain.checkpoint.fingerprints import content_digest
+from omnitrain.core.errors import format_list
+from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, get_labels
+from omnitrain.data.loaders import by_name, has_length
+from omnitrain.trainer.loop import Loop
+
+FindingEntry = tuple[Any, str, str, str, str]
+"""Severity, check, where, what and remedy of a `Finding`."""
+
+# More classes than this are not counted one by one, as those of a language model.
+_MAX_CLASSES = 1000
+# A class with this share of the labels, and more, is mentioned.
+_DOMINANT = 0.9
+# Fewer samples than this say nothing about constant features.
+_LEAST_SAMPLES = 8
+_MAX_FEATURES = 10_000
+
+
+@dataclass(slots=True)
+class SetSample:
+    """What was read of one set.
+
+    Attributes:
+        name: The name of the set in messages.
+        size: How many samples it has.
+        digests: The samples that were read, by their digests: the first index of each.
+        read: How many samples were read.
+        labels: The integer labels, and how often each occurs.
+        first: The first sample of each label.
+        per_sample: Whether each sample has one label.
+        float_labels: The smallest and the largest label that is no integer.
+        ranges: The smallest and largest values of each entry of floats: tensors of the entry's shape.
+        broken: The first sample with a value that is not finite, and the name of the entry.
+        problem: Why nothing was read.
+    """
+
+    name: str
+    size: int = 0
+    digests: dict[str, int] = field(default_factory=dict)
+    read: int = 0
+    labels: collections.Counter[int] = field(default_factory=collections.Counter)
+    first: dict[int, int] = field(default_factory=dict)
+    per_sample: bool = True
+    float_labels: tuple[float, float] | None = None
+    ranges: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    broken: tuple[int, str] | None = None
+    problem: str = ""
+
+    def add(self, index: int, sample: Any, names: tuple[str, ...]) -> None:
+        """Count a sample."""
+        self.read += 1
+        digest = content_digest(sample)
+        if digest is not None:
+            self.digests.setdefault(digest, index)
+        labels = get_labels(sample, names) if isinstance(sample, (tuple, list, Mapping)) else None
+        self._add_labels(index, labels)
+        for name, entry in _inputs_of(sample, names):
+            self._add_floats(index, name, entry)
+
+    def _add_labels(self, index: int, labels: Any) -> None:
+        if isinstance(labels, (bool, int, np.integer)) and not isinstance(labels, bool):
+            values = [int(labels)]
+        elif isinstance(labels, (float, np.floating)):
+            low, high = self.float_labels or (float(labels), float(labels))
+            self.float_labels = min(low, float(labels)), max(high, float(labels))
+            return
+        elif isinstance(labels, (torch.Tensor, np.ndarray)):
+            tensor = torch.as_tensor(labels)
+            if tensor.is_floating_point() and tensor.numel() == 1:
+                self._add_labels(index, float(tensor))
+                return
+            if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or not tensor.numel():
+                return
+            self.per_sample = self.per_sample and tensor.numel() == 1
+            values = tensor.unique().tolist() if tensor.numel() > 1 else [int(tensor)]
+        elif isinstance(labels, list) and labels and all(type(label) is int for label in labels):
+            self.per_sample, values = False, list(set(labels))
+        else:
+            return
+        for value in values:
+            self.labels[value] += 1
+            self.first.setdefault(value, index)
+
+    def _add_floats(self, index: int, name: str, entry: Any) -> None:
+        if not isinstance(entry, (torch.Tensor, np.ndarray)):
+            return
+        tensor = torch.as_tensor(entry)
+        if not tensor.is_floating_point() or not tensor.numel():
+            return
+        if self.broken is None and not bool(tensor.isfinite().all()):
+            self.broken = index, name
+        if tensor.numel() <= _MAX_FEATURES:
+            low, high = self.ranges.get(name, (tensor, tensor))
+            if low.shape == tensor.shape:
+                self.ranges[name] = torch.minimum(low, tensor), torch.maximum(high, tensor)
+            elif low.numel():  # lengths differ: no feature has a place
+                self.ranges[name] = low[:0], high[:0]
+
+
+@dataclass(slots=True)
+class DataSample:
+    """What was read of the training set and of the evaluation sets."""
+
+    train: SetSample
+    evaluations: list[SetSample]
+    ignore_index: int
+
+    @classmethod
+    def read(cls, loop: Loop, samples: int, seconds: float) -> DataSample:
+        """Read at most so many samples of each set, for at most so many seconds."""
+        names = tuple(loop.settings.label_names or ())
+        train = _read_set(loop.sets.train, samples, seconds, names)
+        evaluations = [_read_set(loader, samples, seconds, names) for loader in by_name(loop.sets.eval).values()]
+        return cls(train, evaluations, loop.trainer.loss_mean.ignore_index)
+
+
+def _read_set(loader: Any, samples: int, seconds: float, names: tuple[str, ...]) -> SetSample:
+    result = SetSample(getattr(loader, "name", "the training set"))
+    fetch: Any = getattr(loader, "fetch", None)
+    dataset: Any = fetch.dataset if fetch is not None else getattr(getattr(loader, "loader", None), "dataset", None)
+    columns: Any = None if fetch is None else fetch.columns
+    if columns is None and not (hasattr(dataset, "__getitem__") and has_length(dataset)):
+        result.problem = "samples have no index"
+        return result
+    result.size = len(dataset) if columns is None else loader.size or 0
+    if columns is not None:
+        first = next(iter(columns.values())) if isinstance(columns, dict) else columns
+        rows = first[0] if isinstance(first, tuple) else first
+        result.size = len(rows if fetch.rows is None else fetch.rows)
+    indices = np.arange(result.size)
+    if result.size > samples:
+        indices = np.sort(np.random.default_rng(0).choice(result.size, samples, replace=False))
+    end = time.perf_counter() + seconds
+    for index in indices.tolist():
+        try:
+            sample = dataset[index] if columns is None else _row(columns, fetch.rows, index)
+            result.add(index, sample, names)
+        except Exception as error:
+            result.problem = f"sample {index} raises {type(error).__name__}: {error}"[:200]
+            break
+        if time.perf_counter() > end:
+            break
+    return result
+
+
+def _row(columns: Any, rows: Any, index: int) -> Any:
+    index = index if rows is None else int(rows[index])
+    if isinstance(columns, dict):
+        return {name: column[index] for name, column in columns.items()}
+    return tuple(column[index] for column in columns) if isinstance(columns, tuple) else columns[index]
+
+
+def _inputs_of(sample: Any, names: tuple[str, ...]) -> list[tuple[str, Any]]:
+    """Return the entries of a sample that are no labels, by name."""
+    if isinstance(sample, Mapping):
+        return [(str(key), value) for key, value in sample.items() if key not in (*names, *LABEL_KEYS)]
+    if isinstance(sample, (tuple, list)):
+        inputs = sample[:-1] if len(sample) > 1 else sample
+        return [(f"entry {place} of a sample", value) for place, value in enumerate(inputs)]
+    return [("a sample", sample)]
+
+
+def describe_data(sample: DataSample, classes: int | None) -> dict[str, tuple[str, list[FindingEntry]]]:
+    """Return the outcome and the findings of each check of the data.
+
+    Args:
+        sample: What was read.
+        classes: How many classes the model scores; None if that is unknown.
+    """
+    return {
+        "labels": _check_labels(sample, classes),
+        "features": _check_features(sample.train),
+        "overlap": _check_overlap(sample),
+    }
+
+
+def _check_labels(sample: DataSample, classes: int | None) -> tuple[str, list[FindingEntry]]:
+    train, findings = sample.train, list[FindingEntry]()
+    if train.problem and not train.read:
+        return f"not tried: {train.problem}", []
+    if train.problem:
+        findings.append(("error", "labels", train.name, train.problem, "Correct the sample, or leave it out."))
+    ignored = (IGNORED_LABEL, sample.ignore_index)
+    for part in (train, *sample.evaluations) if classes is not None else ():
+        odd = [label for label in part.labels if not 0 <= label < classes and label not in ignored]
+        if odd:
+            label = min(odd, key=lambda label: part.first[label])
+            findings.append((
+                "error", "labels", f"sample {part.first[label]} of {part.name}",
+                f"its label is {label}, and the model scores the classes 0 to {classes - 1}",
+                f"Give the model {max(part.labels) + 1} classes, or number the labels from 0."
+                if label > 0 else "Number the labels from 0; -100 is the label that losses leave out.",
+            ))  # fmt: skip
+    if train.float_labels is not None and not train.labels:
+        low, high = train.float_labels
+        if low == high and train.read >= _LEAST_SAMPLES:
+            what = f"all {train.read} labels that were read are {low:g}"
+            findings.append(("warning", "labels", train.name, what, "Look at how labels are read."))
+        return f"from {low:.4g} to {high:.4g} in {train.read:,} samples", findings
+    counted = {
+        label: count for label, count in train.labels.items() if label not in (IGNORED_LABEL, sample.ignore_index)
+    }
+    if not counted:
+        return "none that are numbers of classes", findings
+    if not train.per_sample or len(counted) > _MAX_CLASSES:
+        return f"{len(counted)} different ones, from {min(counted)} to {max(counted)}", findings
+    total, common = sum(counted.values()), max(counted, key=lambda label: counted[label])
+    share, known = counted[common] / total, classes or len(counted)
+    text = f"{len(counted)} of {known} classes in {total:,} samples; the most frequent is {common}, {share:.1%} of them"
+    if len(counted) == 1 and total >= _LEAST_SAMPLES:
+        what = f"all {total} labels that were read are {common}"
+        findings.append(("warning", "labels", train.name, what, "Look at how labels are read, and at their order."))
+    elif share >= _DOMINANT and total >= _LEAST_SAMPLES:
+        findings.append((
+            "note", "labels", train.name, f"class {common} has {share:.1%} of the samples, the accuracy of always "
+            "answering so", "Look at a metric such as f1_macro, and at class weights or a weighted sampler.",
+        ))  # fmt: skip
+    if classes is not None and 1 < len(counted) < classes <= _MAX_CLASSES and train.read == train.size:
+        absent = [str(label) for label in range(classes) if label not in counted]
+        findings.append((
+            "note", "labels", train.name, f"{len(absent)} of {classes} classes have no sample: {format_list(absent)}",
+            "Give the model fewer classes, if they never occur.",
+        ))  # fmt: skip
+    return text, findings
+
+
+def _check_features(train: SetSample) -> tuple[str, list[FindingEntry]]:
+    findings = list[FindingEntry]()
+    if not train.read:
+        return f"not tried: {train.problem or 'nothing was read'}", []
+    if train.broken is not None:
+        index, name = train.broken
+        findings.append((
+            "error", "features", f"sample {index} of {train.name}", f"{name} has a value that is not finite",
+            "Replace NaN and infinity in the dataset, or leave the sample out.",
+        ))  # fmt: skip
+    if len(train.digests) == 1 and train.read >= _LEAST_SAMPLES:
+        what = f"all {train.read} samples that were read are the same"
+        findings.append(("warning", "features", train.name, what, "Look at `__getitem__` of the dataset."))
+        return "all samples are the same", findings
+    texts = list[str]()
+    for name, (low, high) in train.ranges.items():
+        if train.read < _LEAST_SAMPLES or not low.numel():
+            continue
+        constant = (low == high).flatten()
+        count = int(constant.sum())
+        texts.append(f"{count} of {constant.numel()} values of {name} are constant")
+        if count == constant.numel():
+            what = f"{name} is the same in all {train.read} samples that were read"
+            findings.append(("warning", "features", name, what, "Look at how it is read; it tells the model nothing."))
+        elif count and low.ndim == 1:
+            places = format_list([str(place) for place in constant.nonzero().flatten().tolist()])
+            what = f"{count} of {constant.numel()} features are constant: {places}"
+            findings.append(("note", "features", name, what, "They tell the model nothing, and can be left out."))
+    return "; ".join(texts) or "no entry of floats of one shape", findings
+
+
+def _check_overlap(sample: DataSample) -> tuple[str, list[FindingEntry]]:
+    train, findings = sample.train, list[FindingEntry]()
+    if not sample.evaluations:
+        return "no evaluation set", []
+    if not train.digests:
+        return f"not tried: {train.problem or 'samples have no stable content'}", []
+    duplicates = 1 - len(train.digests) / train.read
+    counted = 0
+    for part in sample.evaluations:
+        shared = [(index, train.digests[digest]) for digest, index in part.digests.items() if digest in train.digests]
+        counted += part.read
+        if not shared:
+            continue
+        share = len(shared) / max(len(part.digests), 1)
+        evaluation, training = shared[0]
+        is_natural = share <= 2 * duplicates
+        reason = f"; {duplicates:.0%} of the training samples occur twice anyway" if is_natural else ""
+        findings.append((
+            "note" if is_natural else "warning", "overlap", part.name,
+            f"{len(shared)} of {len(part.digests)} different samples are in {train.name} too, such as sample "
+            f"{evaluation}, which is sample {training} there{reason}",
+            "Split the data before anything else; an evaluation on training samples measures memory.",
+        ))  # fmt: skip
+    return f"{counted:,} evaluation samples against {train.read:,} of {train.size:,} for training", findings

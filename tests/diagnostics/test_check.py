@@ -1,0 +1,303 @@
+"""Checks before a run: they leave no trace, and find planted faults."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import retentive
+import torch
+import torch.nn.functional as F
+from recipes import rows, same, t16, trainer_on_cpu, weights
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from omnitrain import Callback, ConfigError, EvalSet, Trainer
+
+
+class Heard(Callback):
+    """Lists the events that it hears."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.events.append("step")
+
+    def on_train_start(self, trainer: Any) -> None:
+        self.events.append("start")
+
+
+def noisy_trainer(kind: Any, folder: Path) -> Any:
+    return trainer_on_cpu(
+        kind, retentive.Noisy(), retentive.Drawn(40), eval_dataset=retentive.Drawn(8), loss_fn=nn.CrossEntropyLoss(),
+        data_collator=retentive.collate, batch_size=8, learning_rate=1e-2, epochs=2, lr_scheduler="cosine",
+        save_dir=folder, warmup_steps=2, callbacks=[Heard()],
+    )  # fmt: skip
+
+
+def state_of(trainer: Any) -> dict[str, Any]:
+    model = trainer.get_model()
+    return {
+        "weights": [tensor.clone() for tensor in model.state_dict().values()],
+        "gradients": [parameter.grad is None for parameter in model.parameters()],
+        "modes": [module.training for module in model.modules()],
+        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+        "plain": (model.passes, list(model.seen), float(model.state)),
+        "generators": [source.get_state().tolist() for source in
+                       (model.generator, retentive.COLLATING, torch.default_generator)],
+        "data": (trainer.train_dataset.count, trainer.train_dataset.generator.get_state().tolist()),
+        "optimizer": copy.deepcopy(trainer.optimizer.state_dict()),
+        "progress": copy.copy(trainer.progress),
+        "mean": copy.copy(trainer.loss_mean),
+    }  # fmt: skip
+
+
+def test_check_leaves_no_trace(trainer_class: Any, tmp_path: Path) -> None:
+    """A run after it equals one without it to the bit, with parts that keep something from every pass."""
+    ends = []
+    for checks in (False, True):
+        retentive.COLLATING.manual_seed(3)
+        trainer = noisy_trainer(trainer_class, tmp_path / str(checks))
+        if checks:
+            before = state_of(trainer)
+            trainer.check()
+            after = state_of(trainer)
+            assert same(before.pop("weights"), after.pop("weights")) and before == after
+            assert not list(tmp_path.glob("True/*")) and not trainer._callbacks[0].events
+        metrics = trainer.train()
+        ends.append((weights(trainer.get_model()), metrics["train_metrics_history"], metrics["valid"]))
+    assert same(ends[0][0], ends[1][0]) and ends[0][1:] == ends[1][1:]
+
+
+def images(size: int = 40, seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 6, generator=generator)
+    return TensorDataset(x, x[:, :3].argmax(1))
+
+
+class Sequences(Dataset[Any]):
+    """Tokens of 3 to 9 entries, which are padded with 0."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(1, 20, (3 + index % 7,), generator=generator)
+        return {"input_ids": tokens, "labels": int(tokens[0]) % 3}
+
+
+class Pooled(nn.Module):
+    """The mean of embeddings, of the padding too unless a mask is used."""
+
+    def __init__(self, masks: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.masks = nn.Embedding(20, 8), nn.Linear(8, 3), masks
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        if attention_mask is None or not self.masks:
+            return self.head(hidden.mean(1))
+        mask = attention_mask[..., None]
+        return self.head((hidden * mask).sum(1) / mask.sum(1))
+
+
+class Attending(nn.Module):
+    """Attention that takes the samples for the sequence, unless it is told."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=batch_first)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[:, None].expand(-1, 5, -1)
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+class Forgetful(nn.Module):
+    """Has a layer that nothing uses, and one that is cut off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unused, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.first(x).detach())
+
+
+class Dead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.activation, self.head = nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)
+        nn.init.constant_(self.first.bias, -1e3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.activation(self.first(x)))
+
+
+def classifier(outputs: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, outputs))
+
+
+def with_label(label: int) -> TensorDataset:
+    data = images()
+    data.tensors[1][17] = label
+    return data
+
+
+def with_constant_input() -> TensorDataset:
+    data = images()
+    return TensorDataset(torch.ones(40, 6), data.tensors[1])
+
+
+def with_nan() -> TensorDataset:
+    data = images()
+    data.tensors[0][33, 2] = torch.nan
+    return data
+
+
+def regression() -> TensorDataset:
+    x = images().tensors[0]
+    return TensorDataset(x, x.sum(1))
+
+
+def flat_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores, labels).detach() + 0 * scores.mean()
+
+
+CE, MSE = nn.CrossEntropyLoss(), nn.MSELoss()
+PLANTED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, Any], str, str, str]] = {
+    "label out of range": (classifier, lambda: with_label(3), {}, "error", "labels", "sample 17 of the training set"),
+    "negative label": (classifier, lambda: with_label(-1), {}, "error", "labels", "sample 17 of the training set"),
+    "constant input": (classifier, with_constant_input, {}, "warning", "features", "entry 0 of a sample"),
+    "NaN": (classifier, with_nan, {}, "error", "features", "sample 33 of the training set"),
+    "leak": (classifier, images, {"eval_dataset": images(8)}, "warning", "overlap", "the evaluation set"),
+    "unused layer": (Forgetful, images, {}, "warning", "gradients", "unused.weight"),
+    "detached layer": (Forgetful, images, {}, "warning", "gradients", "first.weight"),
+    "dead layer": (Dead, images, {}, "warning", "layers", "ReLU 'activation'"),
+    "attention over samples": (lambda: Attending(False), images, {}, "warning", "mixing", "MultiheadAttention"),
+    "batch norm": (lambda: nn.Sequential(nn.BatchNorm1d(6), classifier()), images, {}, "note", "mixing", "'0'"),
+    "batch norm without statistics": (
+        lambda: nn.Sequential(nn.BatchNorm1d(6, track_running_stats=False), classifier()), images, {}, "warning",
+        "mixing", "BatchNorm1d '0'",
+    ),
+    "padding": (lambda: Pooled(False), Sequences, {}, "warning", "padding", "of the training set"),
+    "broadcast": (lambda: classifier(1), regression, {"loss_fn": MSE}, "error", "shapes", "`loss_fn`"),
+    "large rate": (classifier, images, {"learning_rate": 5.0}, "warning", "rate", "`learning_rate`"),
+    "tiny rate": (classifier, images, {"learning_rate": 1e-9}, "warning", "rate", "`learning_rate`"),
+    "scale": (lambda: nn.Sequential(Scaled(1e3), classifier()), images, {}, "warning", "loss", "the first batch"),
+    "wrong size": (
+        classifier, lambda: TensorDataset(torch.randn(40, 5), torch.zeros(40).long()), {}, "error", "batch",
+        "Linear '0'",
+    ),
+    "loss without slope": (classifier, images, {"loss_fn": flat_loss}, "warning", "overfitting", "the first batch"),
+}  # fmt: skip
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def checked(model: nn.Module, data: Any, **options: Any) -> Any:
+    options = {"loss_fn": CE, "batch_size": 8, "epochs": 20, "learning_rate": 1e-3, **options}
+    return Trainer(model, data, device="cpu", progress_bar=False, **options).check()
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_check_finds_planted_fault(fault: str) -> None:
+    make_model, make_data, options, severity, name, where = PLANTED[fault]
+    torch.manual_seed(0)
+    result = checked(make_model(), make_data(), **options)
+    matches = [finding for finding in result.findings if finding.check == name and where in finding.where]
+    assert [finding.severity for finding in matches] == [severity], str(result)
+    assert result.ok is (severity == "note") and matches[0].remedy
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter whose second matrix begins at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(6, 3), nn.Linear(6, 2, bias=False), nn.Linear(2, 3, bias=False)
+        self.base.requires_grad_(False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+FAULTLESS: dict[str, Callable[[], Any]] = {
+    "classifier": lambda: checked(classifier(), images(), eval_dataset=images(8, seed=1)),
+    "adapter": lambda: checked(Adapted(), images()),
+    "frozen": lambda: checked(classifier(), images(), freeze=["^0"]),
+    "attention": lambda: checked(Attending(True), images()),
+    "masked padding": lambda: checked(Pooled(True), Sequences()),
+    "regression": lambda: checked(t16(), rows(), loss_fn=MSE, batch_size=8),
+    "stream": lambda: checked(classifier(), Streamed(), max_steps=4, epochs=None),
+    "named sets": lambda: checked(classifier(), images(), eval_dataset={"a": images(8, 1), "b": EvalSet(images(8, 2))}),
+    "rows of one": lambda: checked(classifier(), images(), batch_size=1),
+}
+
+
+class Streamed(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(images())
+
+
+@pytest.mark.parametrize("kind", FAULTLESS)
+def test_check_raises_no_false_alarm(kind: str) -> None:
+    torch.manual_seed(0)
+    result = FAULTLESS[kind]()
+    assert result.ok and result.findings == [] and str(result).startswith("nothing found"), str(result)
+
+
+def test_check_result_is_json_and_html() -> None:
+    result = checked(Forgetful(), images())
+    content = json.loads(json.dumps(result.to_json()))
+    assert content["ok"] is False and content["findings"][0]["where"].startswith("first.weight")
+    assert "<table>" in result._repr_html_() and "warning: gradients, first.weight" in str(result)
+
+
+def test_check_rejects_a_run_that_has_begun() -> None:
+    trainer = Trainer(t16(), rows(8), loss_fn=MSE, epochs=1, device="cpu", progress_bar=False)
+    trainer.train()
+    with pytest.raises(ConfigError, match="before a run, and this trainer is at step 1"):
+        trainer.check()
+    with pytest.raises(ConfigError, match="nothing for `check"):
+        Trainer(t16(), loss_fn=MSE, device="cpu").check()
+
+
+def test_check_reads_data_of_a_custom_loop() -> None:
+    """Its loss is unknown, but not its data."""
+
+    class Custom(Trainer):
+        def _train_epoch(self, epoch: int) -> float:
+            raise AssertionError
+
+    result = Custom(t16(), rows(20), rows(20), loss_fn=MSE, device="cpu", progress_bar=False).check()
+    assert [finding.check for finding in result.findings] == ["overlap"]
+    assert result.outcomes["loss"] == "not tried: its own `_train_epoch` computes the loss"
+
+
+def test_check_survives_failing_data() -> None:
+    class Broken(Dataset[Any]):
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int) -> Any:
+            raise OSError("disk on fire")
+
+    result = checked(classifier(), Broken())
+    assert not result.ok and "disk on fire" in str(result)

@@ -1,0 +1,62 @@
+"""Checks and plans on two processes: they leave no trace, and all ranks get the same result."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+import retentive
+from forking import Case, Found, play
+from torch import nn
+
+from omnitrain import AccelerateTrainer, HFTrainer
+
+HERE = "test_rehearsals"
+KINDS = {"ddp": AccelerateTrainer, "hf": HFTrainer, "fsdp": AccelerateTrainer}
+
+
+def run(kind: str, rehearses: bool) -> dict[str, Any]:
+    """Train on this rank, after a check and a plan if asked for; return digests."""
+    retentive.COLLATING.manual_seed(3)
+    options: dict[str, Any] = {}
+    if kind == "fsdp":
+        from accelerate import FullyShardedDataParallelPlugin
+
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
+    trainer = KINDS[kind](
+        retentive.Noisy(), train_dataset=retentive.Drawn(40), eval_dataset=retentive.Drawn(8), batch_size=4,
+        loss_fn=nn.CrossEntropyLoss(), data_collator=retentive.collate, learning_rate=1e-2, epochs=1,
+        lr_scheduler="cosine", progress_bar=False, **options,
+    )  # fmt: skip
+    outcome: dict[str, Any] = {}
+    if rehearses:
+        result = trainer.check()
+        outcome["findings"] = [(finding.check, finding.where) for finding in result.findings]
+        outcome["outcomes"] = result.outcomes
+    metrics = trainer.train()
+    tensors = trainer.backend.model_tensors()
+    content = b"".join(trainer.backend.local_shard(tensors[name]).numpy().tobytes() for name in sorted(tensors))
+    history = metrics["train_metrics_history"], metrics["valid"]
+    return {**outcome, "weights": hashlib.sha256(content).hexdigest(), "history": history}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    cases = [
+        Case(f"{kind}-{rehearses}", f"{HERE}:run", {"kind": kind, "rehearses": rehearses})
+        for kind in KINDS
+        for rehearses in (False, True)
+    ]
+    return play(cases, tmp_path_factory.mktemp("rehearsals"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rehearsals_leave_no_trace_on_two_ranks(outcomes: Found, kind: str) -> None:
+    plain, rehearsed = ([rank.result for rank in outcomes[f"{kind}-{flag}"]] for flag in (False, True))
+    for before, after in zip(plain, rehearsed, strict=True):
+        assert (before["weights"], before["history"]) == (after["weights"], after["history"])
+    first, second = rehearsed
+    assert first["findings"] == second["findings"] and first["outcomes"] == second["outcomes"]
+    if kind != "fsdp":
+        assert ["mixing", "BatchNorm1d 'body.1'"] in first["findings"]
