@@ -323,6 +323,12 @@ class Checkpointer:
             if warning:
                 logger.warning("%s", warning)
 
+    def tensor_bytes(self) -> tuple[int, int]:
+        """Return the bytes of the tensors that a checkpoint would have now, and how many there are."""
+        files, _ = self._contents.capture_tensors()
+        tensors = [tensor for by_name in files.values() for tensor in by_name.values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors), len(tensors)
+
     def _snapshot(self, history: dict[str, Any] | None = None) -> Snapshot:
         """Return the current state, as references to the live tensors."""
         lifecycle = self._lifecycle

@@ -28,25 +28,48 @@ from omnitrain.core.secrets import mask_text
 Pairs = Sequence[tuple[str, str | None]]
 
 
-def train(words: Sequence[str], resume: str | None, trust: bool, print_config: bool) -> None:
-    """Train a configuration from files and options.
+def train(
+    words: Sequence[str],
+    resume: str | None,
+    trust: bool,
+    print_config: bool,
+    check: bool = False,
+    plan: bool = False,
+    as_json: bool = False,
+) -> int:
+    """Train a configuration from files and options, and return the exit code.
 
     Args:
         words: Configuration files, later ones over earlier ones, then options such as --trainer.epochs 3.
         resume: The folder or address of a run or checkpoint to resume.
         trust: Whether modules may be imported that are neither installed nor in the current folder.
         print_config: Whether only to print the configuration.
+        check: Whether only to check data, model and loss; the exit code is 1 if faults were found.
+        plan: Whether only to print the plan of the run; the exit code is 1 if something does not fit.
+        as_json: Whether to print these as JSON.
 
     Raises:
         ConfigError: If something is wrong; nothing was built or written.
     """
     files, pairs = parse_words(words)
+    if as_json and not check and not plan:
+        raise ConfigError("--json is for the result of --check or --plan. Add one of them.")
     config = _make_config(files, pairs, resume, trust)
     if print_config:
         print(write(config.tree.values), end="")
-        return
+        return 0
     with code_in(files[0].parent if files else Path()):
-        config.train()
+        if not check and not plan:
+            config.train()
+            return 0
+        trainer = config.make_trainer()
+        results: dict[str, Any] = {"check": trainer.check()} if check else {}
+        results |= {"plan": trainer.plan()} if plan else {}
+    if trainer.is_main_process:
+        texts = [str(result) for result in results.values()]
+        content = {name: result.to_json() for name, result in results.items()}
+        print(json.dumps(content, indent=2) if as_json else "\n\n".join(texts))
+    return 0 if all(result.ok for result in results.values()) else 1
 
 
 def check(words: Sequence[str], trust: bool) -> None:

@@ -186,6 +186,11 @@ def _add_train(commands: Any) -> None:
     add = train.add_argument
     add("--resume", metavar="RUN", help="the run or checkpoint to resume, a folder or address; needs no CONFIG")
     add("--print_config", action="store_true", help="print the configuration with all changes, and train nothing")
+    add(
+        "--check", action="store_true", help="look for faults of data, model and loss, and train nothing; code 1 if any"
+    )
+    add("--plan", action="store_true", help="print steps, rates, memory, disk and time of the run, and train nothing")
+    add("--json", dest="as_json", action="store_true", help="print the result of --check or --plan as JSON")
     about = "show this, with the arguments of the trainers, and exit"
     add("-h", "--help", action=_TrainHelp, nargs=0, default=argparse.SUPPRESS, help=about)
 

@@ -131,22 +131,21 @@ def _read_set(loader: Any, samples: int, seconds: float, names: tuple[str, ...])
     result = SetSample(getattr(loader, "name", "the training set"))
     fetch: Any = getattr(loader, "fetch", None)
     dataset: Any = fetch.dataset if fetch is not None else getattr(getattr(loader, "loader", None), "dataset", None)
-    columns: Any = None if fetch is None else fetch.columns
+    columns, rows = (None, None) if fetch is None else (fetch.columns, fetch.rows)
     if columns is None and not (hasattr(dataset, "__getitem__") and has_length(dataset)):
         result.problem = "samples have no index"
         return result
     result.size = len(dataset) if columns is None else loader.size or 0
     if columns is not None:
         first = next(iter(columns.values())) if isinstance(columns, dict) else columns
-        rows = first[0] if isinstance(first, tuple) else first
-        result.size = len(rows if fetch.rows is None else fetch.rows)
+        result.size = len(rows if rows is not None else first[0] if isinstance(first, tuple) else first)
     indices = np.arange(result.size)
     if result.size > samples:
         indices = np.sort(np.random.default_rng(0).choice(result.size, samples, replace=False))
     end = time.perf_counter() + seconds
     for index in indices.tolist():
         try:
-            sample = dataset[index] if columns is None else _row(columns, fetch.rows, index)
+            sample = dataset[index] if columns is None else _row(columns, rows, index)
             result.add(index, sample, names)
         except Exception as error:
             result.problem = f"sample {index} raises {type(error).__name__}: {error}"[:200]
@@ -194,9 +193,9 @@ def _check_labels(sample: DataSample, classes: int | None) -> tuple[str, list[Fi
     if train.problem:
         findings.append(("error", "labels", train.name, train.problem, "Correct the sample, or leave it out."))
     ignored = (IGNORED_LABEL, sample.ignore_index)
-    for part in (train, *sample.evaluations) if classes is not None else ():
-        odd = [label for label in part.labels if not 0 <= label < classes and label not in ignored]
-        if odd:
+    for part in (train, *sample.evaluations):
+        odd = [label for label in part.labels if not 0 <= label < (classes or label + 1) and label not in ignored]
+        if odd and classes is not None:
             label = min(odd, key=lambda label: part.first[label])
             findings.append((
                 "error", "labels", f"sample {part.first[label]} of {part.name}",
@@ -281,9 +280,8 @@ def _check_overlap(sample: DataSample) -> tuple[str, list[FindingEntry]]:
         counted += part.read
         if not shared:
             continue
-        share = len(shared) / max(len(part.digests), 1)
         evaluation, training = shared[0]
-        is_natural = share <= 2 * duplicates
+        is_natural = len(shared) <= 3 * duplicates * len(part.digests) + (duplicates > 0)  # alike by chance
         reason = f"; {duplicates:.0%} of the training samples occur twice anyway" if is_natural else ""
         findings.append((
             "note" if is_natural else "warning", "overlap", part.name,

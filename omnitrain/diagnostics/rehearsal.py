@@ -86,6 +86,16 @@ def unchanged_run(loop: Loop) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def unchanged_attributes(objects: Iterable[Any]) -> Iterator[None]:
+    """Restore what objects have as attributes on exit: numbers, generators, lists, small tensors."""
+    attributes = _Attributes(objects)
+    try:
+        yield
+    finally:
+        attributes.restore()
+
+
+@contextlib.contextmanager
 def unchanged_weights(backend: Backend) -> Iterator[None]:
     """Restore on exit the parameters that require gradients, from copies on the host."""
     parameters = [parameter for parameter in backend.model.parameters() if parameter.requires_grad]

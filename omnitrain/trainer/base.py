@@ -102,6 +102,7 @@ from omnitrain.trainer.step import Step
 
 if TYPE_CHECKING:
     from omnitrain.diagnostics.check import CheckResult
+    from omnitrain.diagnostics.plan import RunPlan
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -804,6 +805,26 @@ class BaseTrainer(Hooks, ABC):
         check_not_begun(self._loop, "check()")
         with self._rehearsing("check()"):
             return check_run(self._loop, samples, seconds)
+
+    def plan(self, device: str | None = None, ranks: int | None = None) -> RunPlan:
+        """Return what the run will take: steps, rates, memory, disk, evaluations, saves and time; leave no trace.
+
+        Two steps without an update are run, and one batch of each evaluation set. All ranks call it.
+
+        Args:
+            device: The memory of each device of another machine, such as "80GB", where the run is to be; then fake
+                tensors stand for the passes, which are not computed, and the time is unknown.
+            ranks: The processes of the run, if it is to have others than now.
+
+        Raises:
+            ConfigError: If the run has begun, there are no training data, or `device` is no size.
+        """
+        from omnitrain.diagnostics.plan import plan_run
+        from omnitrain.diagnostics.rehearsal import check_not_begun
+
+        check_not_begun(self._loop, "plan()")
+        with self._rehearsing("plan()"):
+            return plan_run(self._loop, device, ranks)
 
     @contextlib.contextmanager
     def _rehearsing(self, call: str) -> Iterator[None]:

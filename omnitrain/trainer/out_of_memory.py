@@ -187,16 +187,16 @@ def shortage_of(trainer: Hooks, work: Work, requested: int = 0) -> Shortage:
     state = [value for optimizer in optimizers for entries in optimizer.state.values() for value in entries.values()]
     future: dict[str, int] = {}
     if work == "training" and not any(isinstance(value, torch.Tensor) for value in state):  # it is the first step
-        future["future_gradients"] = _bytes([parameter for parameter in trained if parameter.grad is None], device)
-        sizes = [future_optimizer_bytes(group, _bytes(group["params"], device)) for group in backend.groups]
+        future["future_gradients"] = bytes_of([parameter for parameter in trained if parameter.grad is None], device)
+        sizes = [future_optimizer_bytes(group, bytes_of(group["params"], device)) for group in backend.groups]
         future["future_optimizer_bytes"] = sum(sizes)
     splits = settings.batch_size if trainer._feed.microbatch_size is None else trainer._feed.microbatch_size
     runtime = device_runtime(device)
     return Shortage(
         work,
-        parameters=_bytes(tensors, device),
-        gradients=_bytes(gradients, device),
-        state=_bytes(state, device),
+        parameters=bytes_of(tensors, device),
+        gradients=bytes_of(gradients, device),
+        state=bytes_of(state, device),
         **future,
         peak=torch.accelerator.max_memory_allocated(device) if runtime.has_memory_stats else None,
         requested=requested,
@@ -210,14 +210,14 @@ def shortage_of(trainer: Hooks, work: Work, requested: int = 0) -> Shortage:
     )
 
 
-def _bytes(tensors: Iterable[Any], device: torch.device) -> int:
-    """Return the bytes of this rank's parts of tensors on a device."""
+def bytes_of(tensors: Iterable[Any], device: torch.device | None) -> int:
+    """Return the bytes of this rank's parts of tensors on a device; None is all devices."""
     total = 0
     for tensor in tensors:
         part = getattr(tensor, "ds_tensor", None)  # DeepSpeed's ZeRO 3 keeps the rank's part of a parameter there
         part = tensor if part is None else part
         part = part.to_local() if hasattr(part, "to_local") else part
-        if isinstance(part, torch.Tensor) and part.device.type == device.type:
+        if isinstance(part, torch.Tensor) and (device is None or part.device.type == device.type):
             total += part.numel() * part.element_size()
     return total
 

@@ -58,7 +58,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_check_leaves_no_trace(trainer_class: Any, tmp_path: Path) -> None:
+def test_check_and_plan_leave_no_trace(trainer_class: Any, tmp_path: Path) -> None:
     """A run after it equals one without it to the bit, with parts that keep something from every pass."""
     ends = []
     for checks in (False, True):
@@ -67,6 +67,8 @@ def test_check_leaves_no_trace(trainer_class: Any, tmp_path: Path) -> None:
         if checks:
             before = state_of(trainer)
             trainer.check()
+            trainer.plan()
+            trainer.plan(device="80GB", ranks=4)
             after = state_of(trainer)
             assert same(before.pop("weights"), after.pop("weights")) and before == after
             assert not list(tmp_path.glob("True/*")) and not trainer._callbacks[0].events

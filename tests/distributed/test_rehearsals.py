@@ -34,6 +34,10 @@ def run(kind: str, rehearses: bool) -> dict[str, Any]:
         result = trainer.check()
         outcome["findings"] = [(finding.check, finding.where) for finding in result.findings]
         outcome["outcomes"] = result.outcomes
+        plan = trainer.plan()
+        outcome["plan"] = plan.length, plan.counts, plan.memory["weights"], plan.memory["optimizer"]
+        sizes = [tensor.nbytes for tensor in trainer.get_model().state_dict().values()]
+        outcome["bytes"] = sum(sizes)
     metrics = trainer.train()
     tensors = trainer.backend.model_tensors()
     content = b"".join(trainer.backend.local_shard(tensors[name]).numpy().tobytes() for name in sorted(tensors))
@@ -58,5 +62,11 @@ def test_rehearsals_leave_no_trace_on_two_ranks(outcomes: Found, kind: str) -> N
         assert (before["weights"], before["history"]) == (after["weights"], after["history"])
     first, second = rehearsed
     assert first["findings"] == second["findings"] and first["outcomes"] == second["outcomes"]
-    if kind != "fsdp":
+    length, counts, held_bytes, optimizer_bytes = first["plan"]
+    assert first["plan"] == second["plan"] and counts == {"evaluations": 1, "saves": 0}
+    assert (length["steps"], length["samples"], length["samples_per_step"]) == (5, 40, 8)
+    if kind == "fsdp":  # each rank has about half of the parameters
+        assert held_bytes < 0.75 * first["bytes"] and optimizer_bytes < 1.5 * first["bytes"]
+    else:
         assert ["mixing", "BatchNorm1d 'body.1'"] in first["findings"]
+        assert held_bytes == first["bytes"] and optimizer_bytes > first["bytes"]
