@@ -69,6 +69,9 @@ if TYPE_CHECKING:
     from omnitrain.data.packing import PackedDataset as PackedDataset
     from omnitrain.data.sets import EvalSet as EvalSet
     from omnitrain.data.shards import ShardedStream as ShardedStream
+    from omnitrain.diagnostics.check import CheckFinding as CheckFinding
+    from omnitrain.diagnostics.check import CheckResult as CheckResult
+    from omnitrain.diagnostics.plan import RunPlan as RunPlan
     from omnitrain.hf.arguments import HFTrainingArguments as HFTrainingArguments
     from omnitrain.hf.trainer import HFTrainer as HFTrainer
     from omnitrain.loggers.progress_bar import ProgressBar as ProgressBar
@@ -158,6 +161,8 @@ _EXPORTS = {
     "data.packing": "PackedDataset",
     "data.sets": "EvalSet",
     "data.shards": "ShardedStream",
+    "diagnostics.check": "CheckFinding CheckResult",
+    "diagnostics.plan": "RunPlan",
     "hf.arguments": "HFTrainingArguments",
     "hf.trainer": "HFTrainer",
     "loggers.progress_bar": "ProgressBar",

@@ -444,8 +444,8 @@ def test_public_members_have_docstrings() -> None:
 
 
 RESULTS = {
-    "Event", "Histogram", "MetricsDict", "Predictions", "Progress", "RunComparison", "SchedulePreview", "SearchResult",
-    "SearchTrial",
+    "CheckFinding", "CheckResult", "Event", "Histogram", "MetricsDict", "Predictions", "Progress", "RunComparison",
+    "RunPlan", "SchedulePreview", "SearchResult", "SearchTrial",
 }  # fmt: skip
 """What a user gets and does not make."""
 PROTOCOLS = {"EvalUnit", "TrainUnit"}

@@ -41,7 +41,7 @@ _RECTIFYING = (nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU)
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckFinding:
     """Something that `trainer.check()` has found.
 
     Attributes:
@@ -68,14 +68,14 @@ class CheckResult(ResultView):
         outcomes: A line for each check: what was measured, or why it was not tried.
         seconds: How long it took.
 
-    >>> finding = Finding("warning", "labels", "the training set", "all 8 samples have label 0", "Look at the labels.")
+    >>> finding = CheckFinding("warning", "labels", "the training set", "all 8 samples have label 0", "Look at the labels.")
     >>> print(CheckResult([finding], {"labels": "1 of 2 classes"}, 0.5))
     1 warning, in 0.5 s
       labels  1 of 2 classes
     warning: labels, the training set: all 8 samples have label 0. Look at the labels.
     """
 
-    findings: list[Finding]
+    findings: list[CheckFinding]
     outcomes: dict[str, str]
     seconds: float
 
@@ -113,7 +113,7 @@ class CheckResult(ResultView):
 
 _SEVERITIES = ("error", "warning", "note")
 
-Outcome = tuple[str, list[Finding]]
+Outcome = tuple[str, list[CheckFinding]]
 
 
 class NotTried(Exception):
@@ -129,7 +129,7 @@ def check_run(loop: Loop, samples: int, seconds: float) -> CheckResult:
         seconds: The limit of reading each set, and of overfitting.
     """
     begin, ranks = time.perf_counter(), loop.ranks
-    outcomes, findings = dict[str, str](), list[Finding]()
+    outcomes, findings = dict[str, str](), list[CheckFinding]()
 
     def add(name: str, check: Callable[[], Outcome]) -> None:
         try:
@@ -142,9 +142,9 @@ def check_run(loop: Loop, samples: int, seconds: float) -> CheckResult:
 
     with unchanged_run(loop):
         batch, problem = _read_batch(loop)
-        probe: _Probe | None = None
+        probe: _BatchProbe | None = None
         if batch is not None and not loop.has_custom_epoch:
-            probe = _Probe(loop, batch, seconds)
+            probe = _BatchProbe(loop, batch, seconds)
             problem = probe.begin()
         findings += [] if problem is None else [problem]
         sample = DataSample.read(loop, samples, seconds) if ranks.is_main else None
@@ -160,16 +160,18 @@ def check_run(loop: Loop, samples: int, seconds: float) -> CheckResult:
             classes = None if probe is None else probe.classes
             for name, entries in describe_data(sample, classes).items():
                 outcomes[name] = entries[0]
-                findings += [Finding(*entry) for entry in entries[1]]
+                findings += [CheckFinding(*entry) for entry in entries[1]]
     gathered = ranks.gather("the findings of check()", (outcomes, [asdict(finding) for finding in findings]))
     unique = {
-        (entry["check"], entry["where"]): Finding(**entry) for _, entries in reversed(gathered) for entry in entries
+        (entry["check"], entry["where"]): CheckFinding(**entry)
+        for _, entries in reversed(gathered)
+        for entry in entries
     }
     ordered = sorted(unique.values(), key=lambda finding: _SEVERITIES.index(finding.severity))
     return CheckResult(ordered, gathered[0][0], time.perf_counter() - begin)
 
 
-def _read_batch(loop: Loop) -> tuple[Any, Finding | None]:
+def _read_batch(loop: Loop) -> tuple[Any, CheckFinding | None]:
     """Return the first batch of this rank, or what its reading raised."""
     loader = loop.sets.train
     if loader is None:
@@ -179,11 +181,11 @@ def _read_batch(loop: Loop) -> tuple[Any, Finding | None]:
     except Exception as error:
         if loop.ranks.world_size > 1:
             raise
-        return None, Finding("error", "batch", loader.name, _brief(error), "Correct the data or the collator.")
+        return None, CheckFinding("error", "batch", loader.name, _brief(error), "Correct the data or the collator.")
     return None if counted is None else counted.batch, None
 
 
-class _Probe:
+class _BatchProbe:
     """Runs one batch through the model, in training or evaluation mode, as if each pass were the first."""
 
     def __init__(self, loop: Loop, batch: Any, seconds: float) -> None:
@@ -201,13 +203,15 @@ class _Probe:
         self.output: StepOutput | None = None
         self.loss = math.nan
         self.classes: int | None = None
+        self.mixes = False
+        """Whether samples see each other in evaluation mode."""
         self.gradients: dict[str, torch.Tensor | None] = {}
         self.silent: set[str] = set()
         """The activations that give nothing but zeros, or are saturated, in the first pass."""
         self._evaluating = modules_in_eval_mode(self.model)
         self._set_step_nr = getattr(self.trainer.unit, "set_step_nr", None)
 
-    def begin(self) -> Finding | None:
+    def begin(self) -> CheckFinding | None:
         """Run the first pass, and return what is wrong with it, if it fails."""
         with contextlib.suppress(DataError):
             parts = split_batch(self.full_batch, _ROWS)
@@ -242,7 +246,7 @@ class _Probe:
                 where = _title(name, module)
                 shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_in(inputs))
                 detail = f"it gets {shapes or 'no tensors'}{_expected(module)}; "
-            return Finding("error", "batch", where, f"{detail}{_brief(error)}", "Training would fail in step 1.")
+            return CheckFinding("error", "batch", where, f"{detail}{_brief(error)}", "Training would fail in step 1.")
         finally:
             for hook in hooks:
                 hook.remove()
@@ -360,13 +364,13 @@ def _expected(module: nn.Module) -> str:
 # --- the loss at the start
 
 
-def _classes_of(probe: _Probe) -> int | None:
+def _classes_of(probe: _BatchProbe) -> int | None:
     """Return the number of classes, if the outputs are scores of classes and the labels are their numbers."""
     pair = _scores_and_labels(probe)
     return None if pair is None else pair[0].shape[-1]
 
 
-def _scores_and_labels(probe: _Probe) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _scores_and_labels(probe: _BatchProbe) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return scores of shape (..., classes) and the labels of class numbers that they are compared with."""
     if probe.output is None:
         return None
@@ -382,9 +386,9 @@ def _scores_and_labels(probe: _Probe) -> tuple[torch.Tensor, torch.Tensor] | Non
     return scores.detach().float(), labels.detach()
 
 
-def _check_loss(probe: _Probe) -> Outcome:
+def _check_loss(probe: _BatchProbe) -> Outcome:
     if not math.isfinite(probe.loss):
-        finding = Finding(
+        finding = CheckFinding(
             "error", "loss", "the first batch", f"the loss is {probe.loss}",
             "Look for NaN or infinity in the data, a division by 0 or log(0) in the loss, or weights that overflow.",
         )  # fmt: skip
@@ -411,7 +415,7 @@ def _check_loss(probe: _Probe) -> Outcome:
         return text, []
     text += f"; by chance ln {scores.shape[-1]} = {chance:.4g}"
     if probe.loss > 1.5 * chance + 0.5:
-        return text, [Finding(
+        return text, [CheckFinding(
             "warning", "loss", "the first batch",
             f"it is {probe.loss:.4g} at the start, and by chance ln {scores.shape[-1]} = {chance:.4g}: the model is "
             "confident and wrong",
@@ -424,7 +428,7 @@ def _check_loss(probe: _Probe) -> Outcome:
 # --- gradients and layers
 
 
-def _check_gradients(probe: _Probe) -> Outcome:
+def _check_gradients(probe: _BatchProbe) -> Outcome:
     missing = [name for name, gradient in probe.gradients.items() if gradient is None]
     if missing and probe._set_step_nr is not None:  # a unit may train its parts in turns
         with probe.training():
@@ -436,19 +440,19 @@ def _check_gradients(probe: _Probe) -> Outcome:
     if not count:
         remedy = "Unfreeze what is to train: requires_grad_(True), or fewer patterns in `freeze`."
         return "no parameter trains", [
-            Finding("error", "gradients", "the model", "no parameter requires a gradient", remedy)
+            CheckFinding("error", "gradients", "the model", "no parameter requires a gradient", remedy)
         ]
     infinite = [name for name, gradient in probe.gradients.items()
                 if gradient is not None and not bool(_values(gradient).isfinite().all())]  # fmt: skip
     findings = []
     if infinite:
-        findings.append(Finding(
+        findings.append(CheckFinding(
             "error", "gradients", format_list(infinite), "the gradient is not finite",
             "Look for sqrt(0), log(0), a norm of zeros or a division by 0 in the backward pass.",
         ))  # fmt: skip
     if missing:
         severity: Severity = "error" if len(missing) == count else "warning"
-        findings.append(Finding(
+        findings.append(CheckFinding(
             severity, "gradients", format_list(missing),
             f"{'it gets' if len(missing) == 1 else f'these {len(missing)} get'} no gradient, as the loss does not "
             "depend on them",
@@ -461,10 +465,10 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def _check_overfitting(probe: _Probe, steps: int = 30) -> Outcome:
+def _check_overfitting(probe: _BatchProbe, steps: int = 30) -> Outcome:
     """Train on one batch with Adam; look at layers before and after it."""
     seconds = probe.seconds
-    findings = list[Finding]()
+    findings = list[CheckFinding]()
     if not any(gradient is not None for gradient in probe.gradients.values()):
         raise NotTried("nothing has a gradient")
     begin, best, taken_steps, rate_used = time.perf_counter(), math.inf, 0, 0.0
@@ -503,9 +507,9 @@ def _check_overfitting(probe: _Probe, steps: int = 30) -> Outcome:
         module = dict(probe.model.named_modules())[name]
         what = "gives only zeros" if word == "dead" else "is saturated in more than 99 % of its outputs"
         remedy = "Begin the layers before it with smaller weights or a larger bias, or normalize its inputs."
-        findings.append(Finding("warning", "layers", _title(name, module), f"it {what}", remedy))
+        findings.append(CheckFinding("warning", "layers", _title(name, module), f"it {what}", remedy))
     if zero and len(zero) < len(probe.gradients) and taken_steps > 2:
-        findings.append(Finding(
+        findings.append(CheckFinding(
             "warning", "layers", format_list(sorted(zero)),
             f"the gradient is exactly 0 in each of {taken_steps + 1} updates",
             "Look for a dead activation or a factor of 0 behind it.",
@@ -515,7 +519,7 @@ def _check_overfitting(probe: _Probe, steps: int = 30) -> Outcome:
     text = f"{start:.4g} to {best:.4g} in {taken_steps} updates of one batch"
     if abs(start) < 1e-6 or (start - best) > _LEAST_FALL * max(abs(start), 1e-6):
         return f"{text} at a rate of {rate_used:g}", findings
-    findings.append(Finding(
+    findings.append(CheckFinding(
         "warning", "overfitting", "the first batch",
         f"{taken_steps} updates by Adam on {count_rows(probe.batch)} of its samples take the loss from {start:.4g} to "
         f"{best:.4g} only",
@@ -539,11 +543,11 @@ def _is_zero(gradient: torch.Tensor | None) -> bool:
 # --- samples that see each other
 
 
-def _check_mixing(probe: _Probe) -> Outcome:
+def _check_mixing(probe: _BatchProbe) -> Outcome:
     changed = _with_other_first_row(probe.batch)
     if changed is None:
         raise NotTried("the samples of the batch cannot be told apart")
-    findings, names = list[Finding](), {True: "training", False: "evaluation"}
+    findings, names = list[CheckFinding](), {True: "training", False: "evaluation"}
     mixing: dict[bool, str | None] = {}
     for is_training in (False, True):
         with _recording(probe) as plain:
@@ -558,6 +562,7 @@ def _check_mixing(probe: _Probe) -> Outcome:
         mixing[is_training] = None
         if _other_rows_differ(first, second, probe):
             mixing[is_training] = next((name for name in plain if _mixes(plain[name], other.get(name), probe)), "")
+    probe.mixes = mixing[False] is not None
     modules = dict(probe.model.named_modules())
     for is_training, name in mixing.items():
         if name is None or (is_training and name == mixing[False]):
@@ -565,7 +570,7 @@ def _check_mixing(probe: _Probe) -> Outcome:
         module = modules.get(name)
         where = _title(name, module)
         if is_training and isinstance(module, _NormBase):
-            findings.append(Finding(
+            findings.append(CheckFinding(
                 "note", "mixing", where, "in training the samples of a batch see each other by its statistics",
                 "The numbers depend on `batch_size`, accumulation and processes; GroupNorm or LayerNorm do not.",
             ))  # fmt: skip
@@ -576,13 +581,13 @@ def _check_mixing(probe: _Probe) -> Outcome:
         elif isinstance(module, _NormBase):
             remedy = "It has no running statistics (track_running_stats=False), or is never in evaluation mode."
         what = f"in {names[is_training]} a change of sample 0 changes the outputs of the others"
-        findings.append(Finding("warning", "mixing", where, what, remedy))
+        findings.append(CheckFinding("warning", "mixing", where, what, remedy))
     if mixing[True] is mixing[False] is None:
         return "no sample changes the outputs of another", findings
     return "samples of a batch see each other", findings
 
 
-def _run_rows(probe: _Probe, batch: Any, is_training: bool) -> list[torch.Tensor] | None:
+def _run_rows(probe: _BatchProbe, batch: Any, is_training: bool) -> list[torch.Tensor] | None:
     """Return the outputs that have a row for each sample."""
     if is_training:
         with probe.training(), torch.no_grad():
@@ -598,7 +603,7 @@ def _run_rows(probe: _Probe, batch: Any, is_training: bool) -> list[torch.Tensor
 
 
 @contextlib.contextmanager
-def _recording(probe: _Probe) -> Iterator[dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]]]:
+def _recording(probe: _BatchProbe) -> Iterator[dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]]]:
     """Yield a dict that gets the inputs and outputs of each module inside, in the order in which they end."""
     records: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     rows = count_samples(probe.batch)
@@ -623,14 +628,14 @@ def _recording(probe: _Probe) -> Iterator[dict[str, tuple[list[torch.Tensor], li
             hook.remove()
 
 
-def _mixes(plain: Any, other: Any, probe: _Probe) -> bool:
+def _mixes(plain: Any, other: Any, probe: _BatchProbe) -> bool:
     """Whether a module's outputs differ in rows in which its inputs do not."""
     if other is None or [len(part) for part in plain] != [len(part) for part in other]:
         return False
     return _other_rows_differ(plain[1], other[1], probe) and not _other_rows_differ(plain[0], other[0], probe)
 
 
-def _other_rows_differ(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], probe: _Probe) -> bool:
+def _other_rows_differ(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], probe: _BatchProbe) -> bool:
     """Whether rows other than the first differ by more than rounding."""
     is_exact = probe.trainer.precision.name == "fp32" and probe.trainer.device.type == "cpu"
     for a, b in zip(first, second, strict=True):
@@ -681,10 +686,12 @@ def _with_other_first_row(batch: Any) -> Any:
 # --- padding
 
 
-def _check_padding(probe: _Probe) -> Outcome:
+def _check_padding(probe: _BatchProbe) -> Outcome:
     loader = probe.loop.sets.train
     if not isinstance(loader, MapLoader) or loader.fetch.columns is not None:
         raise NotTried("samples cannot be read one by one")
+    if probe.mixes:
+        raise NotTried("the samples of a batch see each other")
     numbers = list(range(min(loader.size or 0, 32)))
     dataset = loader.fetch.dataset
     lengths = [_length(dataset[number]) for number in numbers]
@@ -716,7 +723,7 @@ def _check_padding(probe: _Probe) -> Outcome:
     if gap <= (1e-3 if is_exact else 5e-2) * scale:
         return text, []
     severity: Severity = "warning" if gap > 1e-2 * scale else "note"
-    return text, [Finding(
+    return text, [CheckFinding(
         severity, "padding", f"sample {short} of {loader.name}",
         f"its outputs change by {gap / scale:.1%} when it is padded from {lengths[short]} to {lengths[long]} entries",
         "Give the model a mask of the padding (attention_mask), and use it in means, poolings and attention.",
@@ -763,7 +770,7 @@ def _is_padded_copy(single: Any, pair: Any) -> bool:
 # --- shapes, rates, time
 
 
-def _check_shapes(probe: _Probe) -> Outcome:
+def _check_shapes(probe: _BatchProbe) -> Outcome:
     assert probe.output is not None
     outputs, labels, loss_fn = probe.output.outputs, probe.output.labels, probe.trainer.settings.loss_fn
     tensors = list(tensors_in(outputs))
@@ -779,7 +786,7 @@ def _check_shapes(probe: _Probe) -> Outcome:
     if math.isclose(same, probe.loss, rel_tol=1e-4):
         return text, []
     broadcast = list(torch.broadcast_shapes(outputs.shape, labels.shape))
-    return text, [Finding(
+    return text, [CheckFinding(
         "error", "shapes", "`loss_fn`",
         f"outputs of shape {list(outputs.shape)} and labels of shape {list(labels.shape)} are broadcast to "
         f"{broadcast}, so each output is compared with the labels of all samples",
@@ -787,7 +794,7 @@ def _check_shapes(probe: _Probe) -> Outcome:
     )]  # fmt: skip
 
 
-def _check_rate(probe: _Probe) -> Outcome:
+def _check_rate(probe: _BatchProbe) -> Outcome:
     backend = probe.backend
     if backend.clips_in_update or needs_closure(backend.optimizer) or len(backend.built_optimizers) != 1:
         raise NotTried("the optimizer has steps of its own")
@@ -814,7 +821,7 @@ def _check_rate(probe: _Probe) -> Outcome:
     text = f"the first update at a rate of {rates[-1]:g} changes weights by {median:.1e} of their norm"
     remedy = "Healthy updates are about a thousandth of the weights."
     if median > 0.5:
-        return text, [Finding(
+        return text, [CheckFinding(
             "warning", "rate", f"`learning_rate`, {name!r}",
             f"at its peak of {rates[-1]:g} the first update changes weights by {median:.0%} of their norm",
             f"{remedy} Try a rate of {_round_rate(rates[-1] * 1e-2 / median):g}.",
@@ -823,7 +830,7 @@ def _check_rate(probe: _Probe) -> Outcome:
     if median < 1e-7 or (total is not None and median * total < 1e-3):
         move = "" if total is None else f", so in {total} steps by {min(median * total, 1):.1e} at most"
         severity: Severity = "warning" if median < 1e-7 else "note"
-        return text, [Finding(
+        return text, [CheckFinding(
             severity, "rate", "`learning_rate`",
             f"at its peak of {rates[-1]:g} the first update changes weights by {median:.1e} of their norm{move}",
             f"{remedy} Try a higher rate, or train longer.",
@@ -835,7 +842,7 @@ def _round_rate(rate: float) -> float:
     return float(f"{rate:.0e}") if rate > 0 else rate
 
 
-def _check_time(probe: _Probe) -> Outcome:
+def _check_time(probe: _BatchProbe) -> Outcome:
     """Compare the time of reading a batch with that of its passes."""
     loader, workers = probe.loop.sets.train, max(probe.trainer.settings.num_workers, 1)
     if not isinstance(loader, MapLoader) or loader.fetch is None:
@@ -850,20 +857,21 @@ def _check_time(probe: _Probe) -> Outcome:
         step_times = list[float]()
         for _ in range(2):
             began = time.perf_counter()
-            probe.gradients_of(probe.run(probe.batch))
+            sum(_values(gradient).sum().item() for gradient in probe.gradients_of(probe.run(probe.batch)).values()
+                if gradient is not None)  # fmt: skip  # waits for the device
             step_times.append(time.perf_counter() - began)
     read, passes = min(data_times) / workers, min(step_times) / probe.share
     text = f"{read * 1e3:.1f} ms to read a batch, {passes * 1e3:.1f} ms for its passes"
     if read <= passes or read < 5e-3:
         return text, []
-    return text, [Finding(
+    return text, [CheckFinding(
         "note", "time", "`num_workers`",
         f"reading a batch takes {read * 1e3:.0f} ms and its passes {passes * 1e3:.0f} ms: the model waits for data",
         f"Try num_workers={min(8, math.ceil(read * workers / max(passes, 1e-3)))}, or prepare the data once.",
     )]  # fmt: skip
 
 
-_CHECKS: dict[str, Callable[[_Probe], Outcome]] = {
+_CHECKS: dict[str, Callable[[_BatchProbe], Outcome]] = {
     "loss": _check_loss,
     "shapes": _check_shapes,
     "gradients": _check_gradients,

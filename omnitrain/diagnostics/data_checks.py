@@ -1,4 +1,4 @@
-"""Checks of data before a run: labels, features, and samples in two sets."""
+"""Checks of labels, features and samples in two sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from omnitrain.data.loaders import by_name, has_length
 from omnitrain.trainer.loop import Loop
 
 FindingEntry = tuple[Any, str, str, str, str]
-"""Severity, check, where, what and remedy of a `Finding`."""
+"""Severity, check, where, what and remedy of a `CheckFinding`."""
 
 # More classes than this are not counted one by one, as those of a language model.
 _MAX_CLASSES = 1000
@@ -217,8 +217,8 @@ def _check_labels(sample: DataSample, classes: int | None) -> tuple[str, list[Fi
     if not train.per_sample or len(counted) > _MAX_CLASSES:
         return f"{len(counted)} different ones, from {min(counted)} to {max(counted)}", findings
     total, common = sum(counted.values()), max(counted, key=lambda label: counted[label])
-    share, known = counted[common] / total, classes or len(counted)
-    text = f"{len(counted)} of {known} classes in {total:,} samples; the most frequent is {common}, {share:.1%} of them"
+    share, scored = counted[common] / total, "" if classes is None else f"; the model scores {classes}"
+    text = f"{len(counted)} classes in {total:,} samples, {share:.1%} of them {common}{scored}"
     if len(counted) == 1 and total >= _LEAST_SAMPLES:
         what = f"all {total} labels that were read are {common}"
         findings.append(("warning", "labels", train.name, what, "Look at how labels are read, and at their order."))

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
+from omnitrain.compute.device_runtime import device_runtime
 from omnitrain.core.display import ResultView, Table, create_panels, draw_curve
 from omnitrain.core.duration import Duration, Every
 from omnitrain.core.errors import ConfigError, check_number
@@ -251,8 +252,9 @@ class _Measured:
         loader.close()
 
     def _synchronize(self) -> None:
-        if self.loop.trainer.device.type == "cuda":
-            torch.cuda.synchronize(self.loop.trainer.device)
+        device = self.loop.trainer.device
+        if device_runtime(device).has_streams:
+            torch.accelerator.synchronize(device)
 
     def _fake_activations(self, window: Window) -> int:
         """Return the bytes that the passes of a micro-batch keep, without computing them."""
@@ -326,8 +328,9 @@ class _Measured:
     def _evaluate(self) -> None:
         loop, total = self.loop, 0.0
         for loader in by_name(loop.sets.eval).values():
+            loop.evaluation.rehearse_batches(loader)  # the first pass is slower
             began = time.perf_counter()
-            count = sum(1 for _ in loop.evaluation.rehearse_batches(loader))
+            count = len(loop.evaluation.rehearse_batches(loader))
             took = time.perf_counter() - began
             try:
                 total += took / max(count, 1) * len(loader)
@@ -372,14 +375,14 @@ def _counting_saved(backend: Any) -> Iterator[dict[str, Any]]:
             storages.clear()
         return tensor
 
-    has_peak, before = backend.device.type == "cuda", 0
-    if has_peak:
-        torch.cuda.reset_peak_memory_stats(backend.device)
-        before = torch.cuda.memory_allocated(backend.device)
+    runtime, before = device_runtime(backend.device), 0
+    if runtime.has_memory_stats:
+        runtime.read_peaks()
+        before = torch.accelerator.memory_allocated(backend.device)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield count
-    if has_peak:
-        count["largest"] = max(count["largest"], torch.cuda.max_memory_allocated(backend.device) - before)
+    if runtime.has_memory_stats:
+        count["largest"] = max(count["largest"], runtime.read_peaks()[0] - before)
 
 
 # --- putting it together
@@ -521,8 +524,8 @@ def _memory(loop: Loop, measured: Mapping[str, int], ranks: int, capacity: int |
 
 
 def _capacity(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+    if (total := device_runtime(device).total_memory) is not None:
+        return total
     if device.type == "cpu" and hasattr(os, "sysconf"):
         with contextlib.suppress(ValueError, OSError):
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -147,6 +147,17 @@ def test_command_survives_a_hostile_file(command: str, value: str, folder: Path,
     assert "\x1b" not in printed.out + printed.err
 
 
+def test_train_check_and_plan_train_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit code is 1 if something is wrong, and 2 without a result that `--json` could print."""
+    assert main(["train", "a.yaml", "--check", "--plan"]) == 0
+    printed = capsys.readouterr().out
+    assert "nothing found, in " in printed and "8 steps, 2 epochs" in printed and not (folder / "runs").exists()
+    assert main(["train", "a.yaml", "--check", "--json", "--trainer.learning_rate", "100"]) == 1
+    result = json.loads(capsys.readouterr().out)["check"]
+    assert not result["ok"] and {finding["check"] for finding in result["findings"]} == {"rate"}
+    assert main(["train", "a.yaml", "--json"]) == 2 and "--check or --plan" in capsys.readouterr().err
+
+
 def test_print_config_merges_files_and_words(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_WORD", "horse")
     second = "trainer: {model: {init_args: {width: '${vars.width}'}}, epochs: 1, trial_name: '${env:MY_WORD}-1'}"
