@@ -68,11 +68,11 @@ class CheckResult(ResultView):
         outcomes: A line for each check: what was measured, or why it was not tried.
         seconds: How long it took.
 
-    >>> finding = CheckFinding("warning", "labels", "the training set", "all 8 samples have label 0", "Look at the labels.")
+    >>> finding = CheckFinding("warning", "labels", "the training set", "all 8 samples have label 0", "Look at them.")
     >>> print(CheckResult([finding], {"labels": "1 of 2 classes"}, 0.5))
     1 warning, in 0.5 s
       labels  1 of 2 classes
-    warning: labels, the training set: all 8 samples have label 0. Look at the labels.
+    warning: labels, the training set: all 8 samples have label 0. Look at them.
     """
 
     findings: list[CheckFinding]

@@ -143,7 +143,7 @@ def _duration(seconds: float) -> str:
     """Return a time as text.
 
     >>> _duration(0.0123), _duration(12.3), _duration(3 * 3600 + 125)
-    ('12 ms', '12.3 s', '3 h 2 min')
+    ('12.3 ms', '12.3 s', '3 h 2 min')
     """
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
