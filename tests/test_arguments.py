@@ -304,3 +304,17 @@ def test_parallelism_errors_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(accelerate.utils, "ParallelismConfig")
     with pytest.raises(ConfigError, match=r"`parallelism_config` needs accelerate 1\.10 or newer, and this is"):
         quiet(AccelerateTrainer, parallelism_config=object())
+
+
+@pytest.mark.parametrize("cls", [Trainer, AccelerateTrainer, HFTrainer])
+def test_docstring_has_the_ten_first_and_all_in_order(cls: Any) -> None:
+    """The ten are those of docs/arguments.md, and the entries have the order of the signature, whose groups they keep."""
+    text, parameters = inspect.getdoc(cls.__init__) or "", inspect.signature(cls).parameters
+    ten = re.findall(r"`(\w+)`", text.partition("Args:")[0].partition("matter first:")[2].partition(".")[0])
+    page = (Path(__file__).parent.parent / "docs" / "arguments.md").read_text(encoding="utf-8")
+    assert ten == re.findall(r'^    "(\w+)":', page, flags=re.M) and len(ten) == 10 and set(ten) <= set(parameters)
+    entries = [
+        name for name in re.findall(r"^    (\w+): ", text.partition("Args:")[2], flags=re.M) if name in parameters
+    ]
+    common = [name for name in parameters if name in inspect.signature(Trainer).parameters and name in entries]
+    assert [name for name in entries if name in common] == common

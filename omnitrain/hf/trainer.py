@@ -263,6 +263,10 @@ class HFTrainer(TransformersAPI):
     ) -> None:
         """Set up a trainer; nothing is trained or written before `train()`.
 
+        The ten that matter first: `loss_fn`, `compute_metrics`, `optimization_metric`, `learning_rate`, `batch_size`,
+        `epochs`, `patience`, `save_dir`, `autocast` and `seed`. All are listed below in groups, as in the signature:
+        data, length, optimizer, loss and metrics, cadence, checkpoints, precision and placement, and the run.
+
         Args:
             model: Any `nn.Module`; leave it out if you pass `model_init`.
             args: transformers' name for `training_args`.

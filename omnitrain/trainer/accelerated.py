@@ -157,6 +157,10 @@ class AccelerateTrainer(BaseTrainer):
     ) -> None:
         """Set up a trainer; call it on every process. Nothing is trained or written before `train()`.
 
+        The ten that matter first: `loss_fn`, `compute_metrics`, `optimization_metric`, `learning_rate`, `batch_size`,
+        `epochs`, `patience`, `save_dir`, `autocast` and `seed`. All are listed below in groups, as in the signature:
+        data, length, optimizer, loss and metrics, cadence, checkpoints, precision and placement, and the run.
+
         Args:
             model: Any `nn.Module`; every process starts from the weights of the main process.
             train_dataset: Map-style dataset, iterable, tensors, or a `DataLoader`; None to evaluate only.

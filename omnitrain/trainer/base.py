@@ -252,6 +252,10 @@ class BaseTrainer(Hooks, ABC):
     ) -> None:
         """Set up a trainer; nothing is trained or written before `train()`.
 
+        The ten that matter first: `loss_fn`, `compute_metrics`, `optimization_metric`, `learning_rate`, `batch_size`,
+        `epochs`, `patience`, `save_dir`, `autocast` and `seed`. All are listed below in groups, as in the signature:
+        data, length, optimizer, loss and metrics, cadence, checkpoints, precision and placement, and the run.
+
         Args:
             model: Any `nn.Module`; it is moved to the device and trained in place.
             train_dataset: Map-style dataset, iterable, tensors, or a `DataLoader`; None to evaluate only.
