@@ -108,6 +108,7 @@ if TYPE_CHECKING:
     from omnitrain.optim.schedules import preview_schedule as preview_schedule
     from omnitrain.sweeps.search import SearchResult as SearchResult
     from omnitrain.sweeps.search import SearchTrial as SearchTrial
+    from omnitrain.sweeps.search import SeedMean as SeedMean
     from omnitrain.sweeps.search import search as search
     from omnitrain.trainer.accelerated import AccelerateTrainer as AccelerateTrainer
     from omnitrain.trainer.base import BaseTrainer as BaseTrainer
@@ -175,7 +176,7 @@ _EXPORTS = {
     "optim.schedules": "ConstantScheduler CosineAnnealingScheduler CosineWithRestartsScheduler ExponentialScheduler "
         "InverseSqrtScheduler LinearScheduler MultiStepScheduler PolynomialScheduler ProductScheduler "
         "Schedule SchedulePreview StepScheduler WSDScheduler preview_schedule",
-    "sweeps.search": "SearchResult SearchTrial search",
+    "sweeps.search": "SearchResult SearchTrial SeedMean search",
     "trainer.accelerated": "AccelerateTrainer",
     "trainer.base": "BaseTrainer",
     "trainer.compilation": "Compiled",

@@ -308,7 +308,7 @@ def test_parallelism_errors_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("cls", [Trainer, AccelerateTrainer, HFTrainer])
 def test_docstring_has_the_ten_first_and_all_in_order(cls: Any) -> None:
-    """The ten are those of docs/arguments.md, and the entries have the order of the signature, whose groups they keep."""
+    """The ten are those of docs/arguments.md, and the entries have the order of the signature."""
     text, parameters = inspect.getdoc(cls.__init__) or "", inspect.signature(cls).parameters
     ten = re.findall(r"`(\w+)`", text.partition("Args:")[0].partition("matter first:")[2].partition(".")[0])
     page = (Path(__file__).parent.parent / "docs" / "arguments.md").read_text(encoding="utf-8")

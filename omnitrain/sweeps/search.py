@@ -13,11 +13,12 @@ import json
 import logging
 import math
 import os
+import statistics
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from omnitrain.arguments import describe
 from omnitrain.checkpoint.lock import Lock
@@ -81,6 +82,22 @@ class SearchTrial:
     error: str = ""
 
 
+class SeedMean(NamedTuple):
+    """The scores of complete trials that differ only in their seed.
+
+    Attributes:
+        params: Their values by name, without the seed.
+        mean: The mean of their scores.
+        deviation: The standard deviation of their scores, of a sample (divided by n - 1); None for one trial.
+        trials: How many they are.
+    """
+
+    params: dict[str, Any]
+    mean: float
+    deviation: float | None
+    trials: int
+
+
 @dataclass(frozen=True, slots=True)
 class SearchResult(ResultView):
     """The trials of a search, which print as a table; `plot()` draws the scores, in order and over each parameter.
@@ -109,6 +126,23 @@ class SearchResult(ResultView):
             raise ConfigError(f"No trial of {str(self.folder)!r} is complete, so there is no best:\n{self}")
         return next(trial for trial in self.trials if trial.number == best)
 
+    @property
+    def seed_means(self) -> list[SeedMean]:
+        """The mean and deviation over seeds for all other values, best first; empty if no value is called "seed"."""
+        scores: dict[str, list[float]] = {}
+        params_by_group: dict[str, dict[str, Any]] = {}
+        for trial in self.trials:
+            params = {name: value for name, value in trial.params.items() if not _is_seed(name)}
+            if trial.state == "complete" and trial.score is not None and len(params) < len(trial.params):
+                group = json.dumps(params, sort_keys=True)
+                params_by_group[group] = params
+                scores.setdefault(group, []).append(trial.score)
+        means = [
+            SeedMean(params_by_group[group], statistics.fmean(values), _deviation(values), len(values))
+            for group, values in scores.items()
+        ]
+        return sorted(means, key=lambda mean: mean.mean, reverse=self.direction == "max")
+
     def table(self) -> str:
         """Return a row per trial: number, values, score and its step, last step, state and seconds; `*` is the best."""
         return str(self)
@@ -125,8 +159,14 @@ class SearchResult(ResultView):
                 *(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values),
                 score + (" *" if trial.number == best else "  "), str(trial.step), trial.state, f"{trial.seconds:.1f}",
             ])  # fmt: skip
-        errors = [f"trial {trial.number}: {trial.error}" for trial in self.trials if trial.error]
-        return Table(["trial", *names, f"{self.metric}  ", "step", "state", "seconds"], rows, below=errors)
+        below = [f"trial {trial.number}: {trial.error}" for trial in self.trials if trial.error]
+        for mean in self.seed_means:
+            values = ", ".join(f"{name}={value}" for name, value in mean.params.items())
+            spread = "" if mean.deviation is None else f" ± {format(mean.deviation, form)}"
+            seeds = f"{mean.trials} seed{'' if mean.trials == 1 else 's'}"
+            place = f"{values}: " if values else ""
+            below.append(f"{place}{self.metric} {format(mean.mean, form)}{spread} over {seeds}")
+        return Table(["trial", *names, f"{self.metric}  ", "step", "state", "seconds"], rows, below=below)
 
     def _params(self) -> list[str]:
         return list(dict.fromkeys(name for trial in self.trials for name in trial.params))
@@ -638,6 +678,14 @@ def _damage_error(file: Path, problem: str) -> CheckpointError:
 
 def _one_line_error(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _is_seed(name: str) -> bool:
+    return name.rpartition(".")[2] == "seed"  # `trainer.seed` of a command line too
+
+
+def _deviation(values: list[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
 
 
 def _scores_of_complete(trials: Iterable[SearchTrial]) -> dict[int, float | None]:

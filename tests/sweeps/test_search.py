@@ -6,9 +6,11 @@ import json
 import os
 import re
 import signal
+import statistics
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -526,3 +528,30 @@ def test_space_suggests_types_of_range() -> None:
     assert {values["whole"] for values in suggestions} == {1, 4, 7}
     assert {round(values["parts"], 6) for values in suggestions} == {0.0, 0.3, 0.6, 0.9}
     assert all(type(values["large"]) is int for values in suggestions)
+
+
+def seeded(params: dict[str, Any], folder: Path) -> Trainer:
+    torch.manual_seed(params["trainer.seed"])
+    options: dict[str, Any] = {
+        "learning_rate": params["rate"],
+        "loss_fn": torch.nn.functional.mse_loss,
+        "batch_size": 2,
+    }
+    return Trainer(t16(), rows(8), rows(4), save_dir=folder, epochs=1, seed=params["trainer.seed"], **options)
+
+
+def test_search_over_seeds_has_mean_and_deviation(tmp_path: Path) -> None:
+    space = {"rate": [1e-5, 0.05], "trainer.seed": [1, 2, 3]}
+    result = search(seeded, space, sampler="grid", pruner="none", save_dir=tmp_path)
+    best, other = result.seed_means
+    scores = [trial.score for trial in result.trials if trial.params["rate"] == best.params["rate"]]
+    assert {best.params["rate"], other.params["rate"]} == {0.05, 1e-5} and best.mean < other.mean
+    assert (best.mean, best.deviation, best.trials) == (statistics.fmean(scores), statistics.stdev(scores), 3)
+    assert len(set(scores)) == 3
+    last = str(result).splitlines()[-2:]
+    shown = f"rate={best.params['rate']}: loss {best.mean:.4g} ± {best.deviation:.4g} over 3 seeds"
+    assert last[0] == shown and last[1].startswith(f"rate={other.params['rate']}: ")
+    broken = SearchResult([*result.trials[:1], replace(result.trials[1], state="pruned")], "loss", "min", tmp_path)
+    assert [(mean.deviation, mean.trials) for mean in broken.seed_means] == [(None, 1)]
+    plain = [replace(trial, params={"rate": 1.0}) for trial in result.trials]
+    assert SearchResult(plain, "loss", "min", tmp_path).seed_means == []
