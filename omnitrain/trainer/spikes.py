@@ -182,6 +182,7 @@ class Spikes:
         guard.left_out = left_out
         lifecycle.progress.seconds = seconds
         lifecycle.clock.load_state_dict(clock)
+        lifecycle.saved_at = None  # a checkpoint here lacks what is left out from now on
         lifecycle.undo_requests()
         self._step.guard.reset()
         close_loaders(self._trainer.train_loader)

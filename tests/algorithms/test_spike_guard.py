@@ -213,6 +213,25 @@ def test_kill_within_a_rewind_is_resumed(tmp_path: Path) -> None:
     assert same(weights(resumed.model), weights(expected.model))
 
 
+@pytest.mark.parametrize("every", [None, 3])
+def test_signal_at_a_spike_saves_what_is_left_out(every: int | None, tmp_path: Path) -> None:
+    expected = build(tmp_path / "expected", guard(every=every))
+    expected.train()
+    step = expected.algorithms[0].left_out[0].step
+
+    def stop(trainer: Any) -> None:
+        if trainer.progress.step == step:
+            trainer.stop("signal")
+
+    build(tmp_path / "run", guard(every=every), callbacks=[callback(on_step_end=stop)]).train()
+    content = json.loads((tmp_path / "run/last/omnitrain.json").read_text())
+    assert content["step"] < step and content["metrics"]["left_out_samples"] == 4
+    resumed = build(tmp_path / "run", guard(every=every), callbacks=[callback()])
+    resumed.train(resume_from="auto")
+    assert resumed.algorithms[0].left_out == expected.algorithms[0].left_out
+    assert same(weights(resumed.model), weights(expected.model))
+
+
 # --- its limits
 
 
