@@ -277,6 +277,20 @@ def test_unfrozen_layers_are_reported_once(
     assert re.search(r"2 parameters.*0\.weight, 0\.bias.*add_param_group", message)
 
 
+@pytest.mark.parametrize(("options", "message"), [
+    ({"accelerator": {"static_grph": True}}, "`accelerator` has 'static_grph'.*Did you mean 'static_graph'"),
+    ({"accelerator": {"bucket_cap_mb": 0}}, r"`accelerator\['bucket_cap_mb'\]` must be a positive integer, got 0"),
+    ({"accelerator": {"static_graph": 1}}, "must be True or False, got 1"),
+    ({"accelerator": {"find_unused_parameters": True}, "find_unused_parameters": True}, "is given twice"),
+    ({"accelerator": {"static_graph": True}, "parallelism_config": object()}, "exclude each other"),
+    ({"accelerator": {"static_graph": True}, "fsdp_plugin": object()}, "exclude each other"),
+    ({"accelerator": 3}, "or a dict of DDP's options"),
+])  # fmt: skip
+def test_options_of_ddp_are_validated(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AccelerateTrainer(t16(), **options)
+
+
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"parallelism_config": object()}])
 def test_settings_reject_conflict_with_accelerator(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(options))}.*accelerator"):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from omnitrain.backends.fsdp import FSDP
 from omnitrain.backends.tensor_parallel import TensorParallel
 from omnitrain.backends.zero import LossScale, Zero
 from omnitrain.compute.precision import choose_device, precision_name
-from omnitrain.core.errors import ConfigError, DistributedError, MissingExtraError
+from omnitrain.core.errors import ConfigError, DistributedError, MissingExtraError, did_you_mean
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.distributed.rendezvous import connected_ranks, watch_init_process_group
 
@@ -33,7 +34,7 @@ def make_accelerator(
     deepspeed_plugin: Any = None,
     fsdp_plugin: Any = None,
     parallelism_config: Any = None,
-    find_unused_parameters: bool = False,
+    ddp_options: Mapping[str, Any] = MappingProxyType({}),
     timeout: float | None = None,
 ) -> Any:
     """Return accelerate's `Accelerator` for these arguments and those of `accelerate launch`.
@@ -47,7 +48,7 @@ def make_accelerator(
         deepspeed_plugin: accelerate's `DeepSpeedPlugin`, to train with DeepSpeed.
         fsdp_plugin: accelerate's `FullyShardedDataParallelPlugin`, or None for the launcher's settings.
         parallelism_config: accelerate's `ParallelismConfig`.
-        find_unused_parameters: Whether DDP searches for parameters that a step did not use.
+        ddp_options: What `check_ddp_options` returned.
         timeout: Seconds without progress until forming the process group fails; None is 30 minutes.
 
     Raises:
@@ -77,7 +78,9 @@ def make_accelerator(
     has_gpu = choose_device(None).type != "cpu" and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true"
     fsdp_plugin = _fsdp_plugin(fsdp_plugin, parallelism_config, FullyShardedDataParallelPlugin)
     wants_fsdp = fsdp_plugin is not None
-    handlers: list[Any] = [DistributedDataParallelKwargs(find_unused_parameters=find_unused_parameters)]
+    options = dict(ddp_options)
+    sync_each_batch = options.pop("sync_each_batch", False)
+    handlers: list[Any] = [DistributedDataParallelKwargs(**options)]
     before = {name: os.environ.get(name) for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")}
     if deepspeed_plugin is None:
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
@@ -91,7 +94,7 @@ def make_accelerator(
                 cpu=not has_gpu and deepspeed_plugin is None,
                 deepspeed_plugin=deepspeed_plugin,
                 fsdp_plugin=fsdp_plugin if has_gpu else None,
-                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_each_batch=sync_each_batch),
                 kwargs_handlers=handlers,
                 **(
                     {"parallelism_config": parallelism_config} if parallelism_config and has_gpu else {}
@@ -101,6 +104,11 @@ def make_accelerator(
             raise ConfigError(
                 "There is a DeepSpeed configuration, and accelerate disables DeepSpeed where ACCELERATE_USE_CPU is "
                 "set, as `omnitrain launch --cpu` does. Unset it: without a GPU DeepSpeed takes the CPU by itself."
+            )
+        if options.keys() - {"find_unused_parameters"} and (wants_fsdp or deepspeed_plugin is not None):
+            raise ConfigError(
+                f"`accelerator` has {next(iter(options))!r}, an option of DDP, and the launcher asks for FSDP or "
+                "DeepSpeed. Leave one of them out."
             )
         if wants_fsdp and not has_gpu:
             _shard_on_cpu(accelerator, fsdp_plugin, precision)
@@ -116,6 +124,38 @@ def make_accelerator(
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
     return accelerator
+
+
+_DDP_OPTIONS: dict[str, type] = {
+    "bucket_cap_mb": int, "find_unused_parameters": bool, "gradient_as_bucket_view": bool, "static_graph": bool,
+    "sync_each_batch": bool,
+}  # fmt: skip
+
+
+def check_ddp_options(options: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of DDP, after a check of their names and values.
+
+    Args:
+        options: The argument `accelerator`.
+        others: Options by arguments of their own.
+
+    Raises:
+        ConfigError: If one is unknown, wrong, or given twice.
+    """
+    for name, value in options.items():
+        kind = _DDP_OPTIONS.get(name)
+        if kind is None:
+            nearest = did_you_mean(str(name), _DDP_OPTIONS)
+            raise ConfigError(
+                f"`accelerator` has {name!r}. As a dict it takes DDP's {', '.join(_DDP_OPTIONS)}; an Accelerator of "
+                f"your own has all others.{nearest}"
+            )
+        if type(value) is not kind or (kind is int and value < 1):
+            expected = "a positive integer" if kind is int else "True or False"
+            raise ConfigError(f"`accelerator[{name!r}]` must be {expected}, got {value!r:.200}.")
+        if name in others:
+            raise ConfigError(f"`{name}` is given twice, by itself and in `accelerator`. Leave one of them out.")
+    return {**others, **options}
 
 
 # The variables that a launcher sets; without one of them, DeepSpeed assumes MPI and needs mpi4py.
@@ -204,9 +244,9 @@ def _placement_settings(accelerator: Any) -> dict[str, Any]:
     state, handler = getattr(accelerator, "state", None), getattr(accelerator, "ddp_handler", None)
     zero, fsdp = getattr(state, "deepspeed_plugin", None), getattr(state, "fsdp_plugin", None)
     options = {} if fsdp is None else {f"fsdp_plugin.{name}": describe(option) for name, option in vars(fsdp).items()}
-    unused = {} if handler is None else {"find_unused_parameters": handler.find_unused_parameters}
-    unused["sync_each_batch"] = syncs_each_batch(accelerator)
-    return {**options, **unused, "deepspeed_config": None if zero is None else describe(zero.deepspeed_config)}
+    ddp = {} if handler is None else {f"accelerator.{name}": describe(value) for name, value in vars(handler).items()}
+    ddp["accelerator.sync_each_batch"] = syncs_each_batch(accelerator)
+    return {**options, **ddp, "deepspeed_config": None if zero is None else describe(zero.deepspeed_config)}
 
 
 def _shard_on_cpu(accelerator: Any, plugin: Any, precision: str) -> None:

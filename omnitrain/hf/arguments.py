@@ -140,7 +140,8 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "parallelism_config": (
         (None,),
-        "Use AccelerateTrainer with `parallelism_config`: its checkpoints and numbers are the same.",
+        "HFTrainer gives each rank samples of its own, and ranks that compute one model together need the same. Use "
+        "AccelerateTrainer with `parallelism_config`: its checkpoints and numbers are the same.",
     ),
     "save_on_each_node": (
         (False,),
@@ -603,6 +604,7 @@ def effective_arguments(
             if isinstance(value, int):
                 setattr(effective, FIELDS[name][1], value)
         elif name in _EXPORTED and (value is not None or name == "max_grad_norm"):
+            value = value is True if name == "save_only_model" else value
             setattr(effective, field, 0.0 if value is None else value)
     if settings.save_dir is not None and "save_dir" in user_arguments:
         effective.output_dir = str(settings.save_dir)

@@ -24,6 +24,7 @@ from omnitrain.arguments import (
 )
 from omnitrain.backends.accelerators import (
     build_backend,
+    check_ddp_options,
     check_lost_processes,
     find_ranks,
     make_accelerator,
@@ -169,7 +170,8 @@ class AccelerateTrainer(BaseTrainer):
             deepspeed_config: Path or dict of a DeepSpeed configuration; `{}` is ZeRO 2. "auto" values are filled in.
             fsdp_plugin: accelerate's `FullyShardedDataParallelPlugin(fsdp_version=2, ...)`.
             parallelism_config: accelerate's `ParallelismConfig`: a mesh of dp_replicate, dp_shard (FSDP 2) and tp.
-            accelerator: Your own `Accelerator`, instead of the arguments above.
+            accelerator: Your own `Accelerator`, instead of the arguments above; or a dict of DDP's options:
+                bucket_cap_mb, find_unused_parameters, gradient_as_bucket_view, static_graph, sync_each_batch.
             find_unused_parameters: Whether DDP searches for parameters without a gradient in every step; default False.
             train_loader: Your own loader instead of `train_dataset`, used unchanged.
             eval_loader: The same instead of `eval_dataset`.
@@ -260,10 +262,19 @@ class AccelerateTrainer(BaseTrainer):
         chosen = [name for name, value in setups.items() if value is not None]
         if len(chosen) > 1:
             raise ConfigError(f"`{chosen[0]}` and `{chosen[1]}` exclude each other. Pass one of them.")
-        accelerator = setups.pop("accelerator")
+        accelerator, ddp = setups.pop("accelerator"), {"find_unused_parameters": True} if unused else {}
+        if isinstance(accelerator, Mapping):
+            if parallelism is not None:
+                raise ConfigError(
+                    "`parallelism_config` and the options of DDP in `accelerator` exclude each other. Pass one of them."
+                )
+            accelerator, ddp = None, check_ddp_options(accelerator, ddp)
         timeout = None if arguments.get("timeout") is None else parse_seconds("timeout", arguments["timeout"])
         if accelerator is not None and not hasattr(accelerator, "mixed_precision"):
-            raise ConfigError(f"`accelerator` must be an accelerate.Accelerator, got {accelerator!r:.200}.")
+            raise ConfigError(
+                "`accelerator` must be an accelerate.Accelerator, or a dict of DDP's options such as "
+                f"{{'static_graph': True}}, got {accelerator!r:.200}."
+            )
         for name, value in {"parallelism_config": parallelism, "find_unused_parameters": unused or None}.items():
             if accelerator is not None and value is not None:
                 raise ConfigError(
@@ -291,7 +302,7 @@ class AccelerateTrainer(BaseTrainer):
                 deepspeed_plugin=plugin,
                 fsdp_plugin=setups["fsdp_plugin"],
                 parallelism_config=parallelism,
-                find_unused_parameters=unused,
+                ddp_options=ddp,
                 timeout=timeout,
             )
         elif arguments.get("autocast") is None and accelerator.mixed_precision != "no":

@@ -88,11 +88,7 @@ def routed_error(backend: str, routes: str) -> dict[str, Any]:
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
         )
     elif backend == "ddp":
-        from accelerate import Accelerator
-        from accelerate.utils import DistributedDataParallelKwargs
-
-        static = DistributedDataParallelKwargs(static_graph=True)
-        options["accelerator"] = Accelerator(cpu=True, kwargs_handlers=[static])
+        options["accelerator"] = {"static_graph": True}
     updates: list[int] = []
     options["callbacks"] = [HookCallback({"on_step_end": lambda trainer: updates.append(trainer.progress.step)})]
     try:

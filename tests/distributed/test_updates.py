@@ -139,6 +139,30 @@ def train_partly(backend: str, when: str) -> dict[str, Any]:
     return {"raised": "", "message": "", "step": trainer.progress.step}
 
 
+# --- options of DDP
+
+
+DDP_OPTIONS = [
+    {"static_graph": True, "bucket_cap_mb": 7, "gradient_as_bucket_view": True},
+    {"sync_each_batch": True, "find_unused_parameters": True},
+    {},
+]
+
+
+def train_with_options(backend: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Train for 4 steps, of two micro-batches each unless the graph is static."""
+    trainer = make_trainer(
+        backend, t16(), rows(16), loss_fn=F.mse_loss, batch_size=2 if "static_graph" in options else 1,
+        global_batch_size=4, epochs=1, learning_rate=0.01, accelerator=options,
+    )  # fmt: skip
+    trainer.train()
+    ddp = trainer.model_wrapped
+    shown = {"static_graph": ddp.static_graph, "bucket_cap_mb": ddp.bucket_bytes_cap >> 20}
+    shown |= {name: getattr(ddp, name) for name in ("gradient_as_bucket_view", "find_unused_parameters")}
+    shown["sync_each_batch"] = trainer.backend._syncs_each_batch
+    return {"tensors": tensors_of(trainer), "options": shown}
+
+
 # --- gradients that a callback changes on one rank
 
 
@@ -196,6 +220,8 @@ def results(folder: Path, request: pytest.FixtureRequest) -> Any:
         jobs.add(f"{name}-{backend}", backend, train, optimizer=name, folder=str(folder / f"{name}-{backend}"))
     for backend, case in sorted(asked_for(request, "backend", "case"), key=REJECTED.index):
         jobs.add(f"reject-{backend}-{case}", backend, reject, case=case, folder=str(folder / f"{case}-{backend}"))
+    for number, options in enumerate(DDP_OPTIONS):
+        jobs.add(f"ddp-options-{number}", "ddp", train_with_options, options=options)
     return launch_all(jobs, folder / "launches")
 
 
@@ -263,6 +289,13 @@ def test_gradients_that_differ_raise_on_all_ranks(outcomes: Any, backend: str, c
             assert "gradient of '3.weight' differs between ranks at step 3: its norm is " in rank["message"]
         else:
             assert rank == {"raised": "", "step": 4, "warned": int(backend == "fsdp" and number == 0)}
+
+
+def test_options_of_ddp_reach_it_and_change_no_number(results: Any) -> None:
+    for number, options in enumerate(DDP_OPTIONS):
+        for rank, plain in zip(results[f"ddp-options-{number}"], results["ddp-options-2"], strict=True):
+            assert rank["options"] == {**plain["options"], **options}
+            assert gap(rank["tensors"], plain["tensors"]) < 1e-12
 
 
 def test_gradient_check_compares_shards_by_place() -> None:
