@@ -231,7 +231,7 @@ class Settings:
     load_best_at_end: bool | None = None
     overwrite: bool = False
     save_required: bool = False
-    save_only_model: bool = False
+    save_only_model: bool | Literal["all_but_last"] = False
     save_frozen: bool | None = None
     async_save: bool = False
     consolidate: bool | None = None
@@ -286,7 +286,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "matmul_precision": ("highest", "high", "medium", None),
 }
 SWITCHES = ("shuffle", "drop_last", "pin_memory", "sanity", "eval_on_start", "load_best_at_end", "overwrite",
-            "save_required", "save_only_model", "save_frozen", "async_save", "consolidate", "deterministic",
+            "save_required", "save_frozen", "async_save", "consolidate", "deterministic",
             "detect_anomaly", "progress_bar")  # fmt: skip
 NEEDS_EVALUATION: dict[str, tuple[Any, ...]] = {
     "patience": (None, -1), "early_stopper": (None,), "eval_steps": (None,), "eval_on_start": (False,),
@@ -428,6 +428,8 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("max_grad_norm", lambda value: _is_finite(value) and value > 0, "a positive number or None"),
     ("patience", lambda value: isinstance(value, (str, Duration)) or (_is_integer(value, -1) and value != 0),
      "a positive integer, a duration such as '20ba', or None"),
+    ("save_only_model", lambda value: isinstance(value, bool) or value == "all_but_last",
+     "True, False or 'all_but_last'"),
     ("fp16_loss_scale", _is_loss_scale,
      "(initial, minimum) with 0 < minimum <= initial, or (initial, minimum, window), of which the window is the steps "
      "without an overflow until the scale doubles"),
@@ -582,6 +584,11 @@ def _check_pairs(values: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"`keep_every={values['keep_every']!r}` has no effect without `save_total_limit`, as all checkpoints are "
             "kept. Pass it."
+        )
+    if values["save_only_model"] == "all_but_last" and is_address(values["save_dir"]):
+        raise ConfigError(
+            f"`save_only_model='all_but_last'` changes checkpoints on a disk of this machine, and `save_dir` is "
+            f"{values['save_dir']!r}. Pass a folder, or save_total_limit= to keep fewer checkpoints."
         )
     if values["save_dir"] is None:
         for name in NEEDS_SAVE_DIR:

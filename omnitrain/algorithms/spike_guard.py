@@ -126,7 +126,7 @@ class SpikeGuard(Algorithm):
         if self.action != "rewind" or self.every is not None:
             return
         if settings.save_dir is None or settings.save_only_model:
-            reason = "no `save_dir`" if settings.save_dir is None else "save_only_model=True"
+            reason = "no `save_dir`" if settings.save_dir is None else f"save_only_model={settings.save_only_model!r}"
             raise ConfigError(
                 f"SpikeGuard(action='rewind') goes back to a checkpoint, and the run has {reason}. Pass `every`, the "
                 "steps between copies in memory, or action='skip'."

@@ -59,18 +59,27 @@ class Retention(Callback):
         keep_best: Number of best checkpoints to keep.
         keep_every: Keep checkpoints of steps divisible by this.
         replaces: Whether to delete the checkpoints of an earlier run in the same folder once this run has saved one.
+        reduces: Whether to keep only the weights of all checkpoints but the newest.
     """
 
     order = 30
 
     def __init__(
-        self, store: Store, keep_last: int | None, keep_best: int, keep_every: int | None, *, replaces: bool
+        self,
+        store: Store,
+        keep_last: int | None,
+        keep_best: int,
+        keep_every: int | None,
+        *,
+        replaces: bool,
+        reduces: bool = False,
     ) -> None:
         self.store = store
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.keep_every = keep_every
         self.replaces = replaces
+        self.reduces = reduces
         # The steps of an earlier run that are still to be deleted.
         self._stale_steps: set[int] = set()
         self._tolerance = Tolerance("The list of checkpoints", "Old checkpoints stay until the next save.")
@@ -95,3 +104,5 @@ class Retention(Callback):
                 direction=trainer.objective.direction,
             )  # fmt: skip
             self.store.prune(choose)
+            if self.reduces:
+                self.store.keep_only_weights()

@@ -316,7 +316,7 @@ class Checkpointer:
         self._contents.check_states()
         if not self._trainer.ranks.is_main:
             return
-        copies = 1 if self._trainer.settings.save_only_model else 3  # with Adam's two moments
+        copies = 1 if self._trainer.settings.save_only_model is True else 3  # with Adam's two moments
         needed = copies * total_bytes(files[state_dicts.WEIGHTS])
         with Tolerance("The free space of the disk", "It is not known whether checkpoints fit."):
             warning = check_free_space(self.store.root, self.store.newest_size() or needed)
@@ -432,7 +432,7 @@ class Checkpointer:
             _, checkpoint = find_with_shared_hashing(ranks, resolve) or (None, None)
         if use != "weights" and checkpoint is not None and checkpoint.content["only_model"]:
             raise CheckpointError(
-                f"{checkpoint.where} was saved with save_only_model=True: no run can continue from weights only. "
+                f"{checkpoint.where} has only weights, by `save_only_model`: no run can continue from it. "
                 f"Load its {state_dicts.WEIGHTS!r} into the model (safetensors.torch.load_model) "
                 "and start in another `save_dir`, or pass a full checkpoint."
             )
@@ -555,7 +555,7 @@ class Checkpointer:
         if self.store is None or isinstance(self.finished_run, str):
             return
         lifecycle, settings = self._lifecycle, self._trainer.settings
-        if settings.save_only_model:
+        if settings.save_only_model is True:
             self.finished_run = "save_only_model=True keeps only weights, from which no run can continue"
         elif lifecycle.saved_at != lifecycle.progress.position:
             self.finished_run = "its last checkpoint could not be saved"

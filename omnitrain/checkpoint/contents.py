@@ -272,7 +272,7 @@ class Contents:
         The tensors are references to live ones: the writer copies them, or writes before training continues.
         """
         trainer, backend, ranks = self._trainer, self._trainer.backend, self._trainer.ranks
-        frozen, only_model = self._frozen.excluded(), trainer.settings.save_only_model
+        frozen, only_model = self._frozen.excluded(), trainer.settings.save_only_model is True
         backend.sync_buffers()
         trained = backend.model_tensors()
         eval_weights = self._eval_weights.differing(trained)
@@ -621,7 +621,7 @@ class Contents:
         for index, algorithm in enumerate(self._trainer.algorithms):
             name = f"algorithms/{index}/{type(algorithm).__qualname__}"
             algorithms.append(state_dicts.to_json(algorithm.state_dict(), name, tensors))
-        if self._trainer.settings.save_only_model:
+        if self._trainer.settings.save_only_model is True:
             return tensors, {"callbacks": entries}
         return tensors, {"callbacks": entries, "algorithms": algorithms, **self._capture_parts(tensors)}
 
@@ -679,7 +679,7 @@ class Contents:
 
     def check_states(self) -> None:
         """Check before the first step that the states of callbacks, algorithms and the user's parts can be saved."""
-        if not self._trainer.settings.save_only_model:
+        if self._trainer.settings.save_only_model is not True:
             check_parts(self._trainer.settings, stateful_parts(self._trainer.settings, self._trainer.backend.model))
         try:
             self.capture_states(self._lifecycle.state_dict()["callbacks"])

@@ -393,6 +393,18 @@ def validate(content: Mapping[str, Any], where: str, complete: bool = True) -> N
         ) from None
 
 
+_RUN_FILE = re.compile(r"(optimizer|scheduler|scaler|rng|rng_state_?\d*|trained|states|trainer_state)([./].*)?")
+
+
+def is_run_file(name: str) -> bool:
+    """Return whether only a resumed run needs a file of a checkpoint, ours or one for a stock Trainer of transformers.
+
+    >>> [is_run_file(name) for name in ("optimizer/state.safetensors", "rng_state_0.pth", "model.safetensors")]
+    [True, True, False]
+    """
+    return _RUN_FILE.fullmatch(name) is not None
+
+
 def check_limits(content: Any) -> None:
     """Reject values nested too deeply for recursion, and numbers beyond 64 bits."""
     values: list[Any] = [content]

@@ -36,6 +36,7 @@ from omnitrain.checkpoint.manifest import (
     check_hashes,
     encode,
     inspect,
+    is_run_file,
     read_manifest,
 )
 from omnitrain.checkpoint.remote import local_copy
@@ -95,6 +96,8 @@ class Store:
         self._infos_token = ""
         # The sequence of each checkpoint known to be undamaged, by step.
         self._verified: dict[int, int] = {}
+        # Step and sequence of each checkpoint that was reduced to its weights.
+        self._reduced: set[tuple[int, int]] = set()
 
     def path(self, step: int) -> Path:
         """Return the folder for the checkpoint of `step`, whether it exists or not."""
@@ -520,6 +523,38 @@ class Store:
             logger.warning("None is deleted from %r: no remaining checkpoint would be undamaged.", str(self.root))
             return []
         return self.delete(steps)
+
+    def keep_only_weights(self) -> None:
+        """Remove from all checkpoints but the newest what a resumed run needs besides the weights.
+
+        A kill leaves each of them complete or reduced; a folder that cannot be reduced is logged. Nothing is removed
+        unless the newest checkpoint is verified.
+        """
+        self.lock.check()
+        infos = self.all_infos()
+        former = [info for info in infos[:-1] if (info.step, info.sequence) not in self._reduced]
+        if not former or not self._has_verified(infos[-1:]):
+            return
+        for info in former:
+            try:
+                self._reduce(self._folder_of(info.step))
+                self._reduced.add((info.step, info.sequence))
+            except (OSError, CheckpointError) as error:
+                logger.warning("Cannot reduce %r to its weights: %s.", str(self.path(info.step)), error)
+
+    def _reduce(self, folder: Path) -> None:
+        """Rewrite omnitrain.json without the files of a run, and then remove these, or what a kill has left of them."""
+        content = read_manifest(folder)
+        if not content.get("only_model"):
+            kept_files = {name: entry for name, entry in content["files"].items() if not is_run_file(name)}
+            del content["sha256"]
+            temporary = folder / f"{MANIFEST}.tmp"
+            self.fs.write(temporary, encode({**content, "only_model": True, "files": kept_files}))
+            self.fs.rename(temporary, folder / MANIFEST)
+            self.fs.sync(folder)
+        for file in list_tree(folder)[0]:
+            if is_run_file(file.relative_to(folder).as_posix()):
+                self.fs.remove(file)
 
     def _has_verified(self, infos: Sequence[CheckpointInfo]) -> bool:
         """Return whether one of these is undamaged; those saved by this process were hashed when written."""

@@ -66,7 +66,7 @@ def closing(trainer: TrainerLike, error: BaseException | None = None) -> str:
         )
         parts.append(f"best: {format_metric(key, best[key])} at step {metrics['best_step']}{place}")
     saved = lifecycle.saved_path or lifecycle.resumed_from
-    keeps_all = not trainer.settings.save_only_model
+    keeps_all = trainer.settings.save_only_model is not True
     if saved is not None:
         parts.append(f"{'saved in' if lifecycle.saved_path else 'last saved in'} {_relative_path(saved)}")
     elif is_signal or error is not None:

@@ -130,7 +130,7 @@ class AccelerateTrainer(BaseTrainer):
         load_best_at_end: bool | None = None,
         overwrite: bool = False,
         save_required: bool = False,
-        save_only_model: bool = False,
+        save_only_model: bool | Literal["all_but_last"] = False,
         save_frozen: bool | None = None,
         async_save: bool = False,
         consolidate: bool | None = None,
@@ -225,7 +225,7 @@ class AccelerateTrainer(BaseTrainer):
             load_best_at_end: Whether to end with the best weights; None does so with an evaluation set.
             overwrite: Whether a fresh run may replace the checkpoints in `save_dir`; default False.
             save_required: Whether a failing disk ends the run; by default it is reported, and the run continues.
-            save_only_model: Whether to save only the weights, from which no run can resume; default False.
+            save_only_model: Whether to save only the weights, from which no run can resume; "all_but_last" reduces all
             save_frozen: Whether to save weights that are not trained; None leaves them out if there are PEFT adapters.
             async_save: Whether to write checkpoints in the background; default False.
             consolidate: Whether checkpoints hold sharded weights put together; None does so up to 5 GB of them.

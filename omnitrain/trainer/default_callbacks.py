@@ -48,7 +48,8 @@ def default_callbacks(
         rows, filenames = JsonlLogger(), {logger.filename for logger in user_callbacks if isinstance(logger, RowFile)}
         callbacks += [rows] if rows.filename not in filenames else []
         retention = settings.save_total_limit, settings.keep_best, settings.keep_every
-        callbacks.append(Retention(store, *retention, replaces=settings.overwrite))
+        reduces = settings.save_only_model == "all_but_last"
+        callbacks.append(Retention(store, *retention, replaces=settings.overwrite, reduces=reduces))
     return callbacks
 
 

@@ -26,7 +26,7 @@ from backends import make_trainer
 from counting import Streamed
 from forging import content_of, copied, seal
 from marks import make_small, thinned
-from recipes import Pages, fit, rows
+from recipes import Pages, StopAt, fit, rows, small_trainer
 from resuming import (
     Cut,
     KillAtEvent,
@@ -988,9 +988,29 @@ def test_save_only_model_checkpoints_have_weights_only(folder: Path) -> None:
     before, trainer = times(), build(light, **options)
     for which in ("auto", "last", "best", "checkpoint-6"):
         for call in (trainer.train, trainer.load_checkpoint):
-            with pytest.raises(CheckpointError, match=r"save_only_model=True: no run can continue from weights"):
+            with pytest.raises(CheckpointError, match=r"has only weights, by `save_only_model`: no run can"):
                 call(which)
     assert trainer.progress.step == 0 and times() == before
+
+
+def test_former_checkpoints_are_reduced_to_weights(trainer_class: Any, folder: Path) -> None:
+    """The newest is full and resumed bit by bit, the best loads; optimizer and random numbers of others are gone."""
+    kept, full = folder / "reduced", folder / "full"
+    options: dict[str, Any] = {"kind": trainer_class, "data": rows(16), "eval_dataset": rows(8), "epochs": 3}
+    small_trainer(**options, save_dir=full).train()
+    small_trainer(**options, save_dir=kept, save_only_model="all_but_last", callbacks=[StopAt(9)]).train()
+    former, (newest,) = Store(kept).checkpoints()[:-1], Store(kept).checkpoints()[-1:]
+    assert (newest.name, [path.name for path in former]) == ("checkpoint-9", numbered(4, 8))
+    assert not Store(kept).verify(newest)["only_model"] and (newest / "optimizer").exists()
+    for path in former:
+        assert Store(kept).verify(path)["only_model"] and not list(path.glob("optimizer/*.safetensors"))
+        assert_same(weights_of(path), weights_of(full / path.name))
+        with pytest.raises(CheckpointError, match="has only weights, by `save_only_model`"):
+            small_trainer(**options, save_dir=kept).train(resume_from=path)
+    trainer = small_trainer(**options, save_dir=kept, save_only_model="all_but_last")
+    trainer.train(resume_from="auto")
+    assert_same(weights_of(kept / "checkpoint-12"), weights_of(full / "checkpoint-12"))
+    assert_same(dict(trainer.model.state_dict()), weights_of(full / best_of(full)))
 
 
 def test_stream_is_read_again_only_without_a_state(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

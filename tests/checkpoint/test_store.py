@@ -14,11 +14,12 @@ from typing import Any
 
 import programs
 import pytest
-from disks import FaultyDisk, fail_once
+from disks import FaultyDisk, cut_power, end_process, fail_once
 from forging import content_of, save_files, seal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import thinned
+from resuming import Killed
 
 from omnitrain.callbacks.retention import to_delete
 from omnitrain.checkpoint.manifest import MANIFEST, CheckpointInfo
@@ -29,6 +30,9 @@ from omnitrain.core.files import FileSystem
 # What most tests save: (step, score, whether it is the best so far). Step 20 is saved twice; the best is not among the
 # newest two; later the best changes.
 SAVES = [(10, 3.0, True), (20, 9.0, True), (20, 9.0, True), (30, None, False), (40, 2.0, False), (50, 9.5, True)]
+
+
+FILES_OF_RUN = ["optimizer/shard-00001.safetensors", "rng.json"]
 
 
 def save(store: Store, *numbers: int) -> None:
@@ -430,6 +434,42 @@ def test_prune_ignores_and_keeps_damaged_checkpoints(run: Path, caplog: pytest.L
     assert prune(Store(run), 1) == []
     assert "no remaining checkpoint would be undamaged" in caplog.text
     assert Store(run).resolve("auto")[0].name == "checkpoint-20"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("fault", [end_process, cut_power])
+def test_reduced_checkpoints_survive_a_kill(run: Path, fault: Any) -> None:
+    """Each is complete or reduced, the newest stays complete, and the next call removes what was left."""
+    for at in itertools.count():
+        root = run / str(at)
+        save(Store(root), 1, 2, 5)
+        disk = FaultyDisk(root, at, fault)
+        store = Store(root, disk)
+        with store.lock.hold(), contextlib.suppress(Killed):
+            store.keep_only_weights()
+        left = Store(root)
+        for path in left.checkpoints():
+            content = left.verify(path)
+            is_reduced = content.get("only_model", False)
+            assert sorted(content["files"]) == ["model.safetensors", *([] if is_reduced else FILES_OF_RUN)]
+            assert number_of((path, content))
+        assert not left.verify(left.path(40)).get("only_model")
+        with left.lock.hold():
+            left.keep_only_weights()
+            left.keep_only_weights()
+        files = [file.name for path in left.checkpoints()[:-1] for file in path.rglob("*") if file.is_file()]
+        assert {*files} == {"model.safetensors", MANIFEST} and all(map(left.verify, left.checkpoints()))
+        if len(disk.operations) <= at:
+            break
+    assert at >= 6
+
+
+def test_only_damaged_newest_checkpoint_reduces_none(run: Path) -> None:
+    save(Store(run), 1, 2)
+    (Store(run).path(20) / "rng.json").write_bytes(b"()")
+    store = Store(run)
+    with store.lock.hold():
+        store.keep_only_weights()
+    assert sorted(store.verify(store.path(10))["files"]) == ["model.safetensors", *FILES_OF_RUN]
 
 
 @settings(max_examples=60)

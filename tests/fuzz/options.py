@@ -169,6 +169,7 @@ FILES = [
             "async_save=True", "async_save=True, save_steps=1", "save_required=True", "consolidate=True",
             "save_frozen=True", "overwrite=True"], "saves"),
     *_rows(["save_only_model=True"], resumes=False), *_rows(["keep_best=0"], "choice", "saves"),
+    *_rows(["save_only_model='all_but_last'"]),
     *_rows(["load_best_at_end=False", "load_best_at_end=True"], "choice", bars="blind"),
 ]  # fmt: skip
 RUN = [
