@@ -189,8 +189,8 @@ class Checkpointer:
 
     def end_record(self) -> None:
         """Complete the record of this start at the end of a run, on the main rank."""
-        self._complete_record()
         if self._contents.record is not None:
+            self._contents.record.complete()
             self._contents.record.close()
 
     def save(self, history: dict[str, Any] | None = None, for_best: bool = False) -> None:
@@ -303,11 +303,6 @@ class Checkpointer:
             self._contents.record.write(folder, details, replaces_all)
             write_config(folder / CONFIG_FILE, self._trainer.config.text())
 
-    def _complete_record(self) -> None:
-        """Add a late answer of git to the record of this start, and write again what failed."""
-        if self.store is not None and self._contents.record is not None:
-            self._contents.record.complete(self.store.root)
-
     def check_disk(self) -> None:
         """Check before the first step that everything can be saved, and that the disk has enough space."""
         if self.store is None:
@@ -346,7 +341,6 @@ class Checkpointer:
         if best and is_final:
             state["metrics"]["best_checkpoint"], best_saved = f"checkpoint-{step}", evaluated
         files, payload = self._contents.capture(state)
-        self._complete_record()
         payload |= {
             "credited_step": best_saved,
             "scored": list(scored if score is not None and is_final else self._scored_steps),
@@ -518,8 +512,8 @@ class Checkpointer:
 
     def record_left_out(self, spike: Mapping[str, Any]) -> None:
         """Add a step whose samples are left out to the record of this start, on the main rank."""
-        if self.store is not None and self._contents.record is not None:
-            self._contents.record.add_left_out(self.store.root, spike)
+        if self._contents.record is not None:
+            self._contents.record.add_left_out(spike)
 
     @property
     def is_resuming(self) -> bool:

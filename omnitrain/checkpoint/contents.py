@@ -232,6 +232,8 @@ class Contents:
             "versions": _versions(),
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
         }
+        if self.record is not None:
+            self.record.complete()
         return files, payload
 
     def capture_live_state(self) -> dict[str, Any]:
@@ -291,22 +293,22 @@ class Contents:
             if optimizer is not backend.optimizer:
                 state = state_dicts.optimizer_state(optimizer, backend.model)
                 files[optimizer_file(name)], payload["optimizers"][name] = state
-        gathered = ranks.gather_on_main(
-            "the random numbers for a checkpoint", [state_dicts.rng_tensors(trainer.device)]
-        )
-        files[RNG], payload["rng"] = {}, []
-        for rank, ((generators, rest),) in enumerate(ranks.one_per_share(gathered)):
-            files[RNG] |= {f"{rank}/{name}": tensor for name, tensor in generators.items()}
-            payload["rng"].append(rest)
         scheduler, loader = trainer.lr_scheduler, self._sets.train
         schedule = None if scheduler is None else state_dicts.to_json(scheduler.state_dict(), "scheduler")
         is_map = isinstance(loader, MapLoader)
-        drawn = [GENERATORS.index(generator) for generator in loader.fetch.drawn] if is_map else []
+        drawn = list(map(GENERATORS.index, loader.fetch.drawn)) if is_map else []
+        gathered = ranks.gather_on_main(
+            "the random numbers for a checkpoint", [(*state_dicts.rng_tensors(trainer.device), drawn)]
+        )
+        files[RNG], payload["rng"] = {}, []
+        for rank, ((generators, rest, _),) in enumerate(ranks.one_per_share(gathered)):
+            files[RNG] |= {f"{rank}/{name}": tensor for name, tensor in generators.items()}
+            payload["rng"].append(rest)
         payload |= {
             "scheduler": schedule,
             "scaler": state_dicts.to_json(backend.scaler.state_dict(), "scaler"),
             # the generators from which the data draw, and the kind of order
-            "drawn": ranks.combine("what the data draws", drawn, lambda each: sorted(set().union(*each))),
+            "drawn": sorted({generator for (state,) in gathered for generator in state[-1]}),
             "order": "keyed" if is_map and loader.sampler.is_keyed else "drawn",
         }
         return files, payload
@@ -788,7 +790,12 @@ def _format_length(settings: Mapping[str, Any]) -> str:
 def _trained_weights(checkpoint: Checkpoint) -> tuple[str, set[str]]:
     """Return the name of the file of the weights in training, for errors, and the names of those not in it."""
     weights, trained = (checkpoint.parts[part][1].locations for part in (state_dicts.WEIGHTS, TRAINED))
-    return repr(str(checkpoint.folder / TRAINED)), {*weights, *checkpoint.content["frozen"]} - trained.keys()
+    names, where = {*weights, *checkpoint.content["frozen"]}, repr(str(checkpoint.folder / TRAINED))
+    if left_over := sorted(trained.keys() - names):  # which custom loading code might accept
+        raise CheckpointError(
+            f"{where} is damaged: {left_over[0]!r} is not in {state_dicts.WEIGHTS!r}. Use another checkpoint."
+        )
+    return where, names - trained.keys()
 
 
 def _generators(checkpoint: Checkpoint, repeats: int = 1) -> list[tuple[dict[str, torch.Tensor], Any]]:

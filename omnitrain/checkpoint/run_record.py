@@ -236,6 +236,7 @@ class StartRecord:
             "hosts": hosts,
             "environment": recorded_environment(os.environ),
         }
+        self._folder = Path()
         self._details: Mapping[str, Any] = {}
         # The starts in `run.json` that this one replaces: "all", or the "last", which is itself; None adds it.
         self._replaces: str | None = None
@@ -248,22 +249,22 @@ class StartRecord:
 
     def write(self, folder: Path, details: Mapping[str, Any], replaces_all: bool) -> None:
         """Write it with further `details`, of which secrets are masked; a failing disk is only reported."""
-        self._details, self._replaces = mask_secrets(details), "all" if replaces_all else None
-        self._write(folder, _GIT_S)
+        self._folder, self._details, self._replaces = folder, mask_secrets(details), "all" if replaces_all else None
+        self._write(_GIT_S)
 
-    def add_left_out(self, folder: Path, spike: Mapping[str, Any]) -> None:
+    def add_left_out(self, spike: Mapping[str, Any]) -> None:
         """Add a step whose samples are left out, and write the record again."""
         self._known.setdefault("left_out", []).append(spike)
-        self._write(folder)
+        self._write()
 
-    def complete(self, folder: Path) -> None:
-        """Write it again if git has answered since, or the disk failed before."""
+    def complete(self) -> None:
+        """Write it again if git has answered since the first time, or the disk failed."""
         if not self._is_complete and (self._git.answer() or self._git.is_done or self._tolerance.has_failed):
-            self._write(folder)
+            self._write()
 
-    def _write(self, folder: Path, seconds: float = 0.0) -> None:
+    def _write(self, seconds: float = 0.0) -> None:
         with self._tolerance:
-            append_start(folder / RUN_FILE, {**self.to_dict(seconds), **self._details}, self._replaces)
+            append_start(self._folder / RUN_FILE, {**self.to_dict(seconds), **self._details}, self._replaces)
             self._replaces = "last"
         self._is_complete = self._git.is_done and not self._tolerance.has_failed
 

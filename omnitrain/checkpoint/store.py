@@ -396,10 +396,9 @@ class Store:
         if is_pointer(path):
             return Store(path.parent).locate(path.name)
         candidates = [path, self.root / path]
-        renamed = [
-            candidate.with_name(candidate.name + ".old") for candidate in candidates if _NAME.fullmatch(candidate.name)
-        ]
-        folder = next((candidate for candidate in candidates + renamed if candidate.is_dir()), path)
+        if _NAME.fullmatch(path.name):
+            candidates += [path.with_name(f"{path.name}.old"), (self.root / path).with_name(f"{path.name}.old")]
+        folder = next(filter(Path.is_dir, candidates), path)
         infos = Store(folder).checkpoint_infos() if not (folder / MANIFEST).exists() else []
         if infos:
             newest = str(Store(folder).path(infos[-1].step))

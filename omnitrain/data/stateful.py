@@ -61,9 +61,14 @@ def _datasets(name: str, dataset: Any) -> dict[str, Any]:
 
 def stateful_parts(settings: Settings, model: nn.Module) -> dict[str, Any]:
     """Return custom parts of a run with `state_dict` and `load_state_dict`, by argument."""
-    parts = {"unit": settings.unit, "loss_fn": None if isinstance(settings.loss_fn, nn.Module) else settings.loss_fn}
-    parts = {name: part for name, part in parts.items() if has_state(part)} | data_parts(settings)
-    return {name: _ModuleState(part, model) if isinstance(part, nn.Module) else part for name, part in parts.items()}
+    loss_fn = None if isinstance(settings.loss_fn, nn.Module) else settings.loss_fn
+    parts = {"unit": settings.unit, "loss_fn": loss_fn, **data_parts(settings)}
+    for name, part in list(parts.items()):
+        if not has_state(part):
+            del parts[name]
+        elif isinstance(part, nn.Module):
+            parts[name] = _ModuleState(part, model)
+    return parts
 
 
 def check_parts(settings: Settings, names: Collection[str]) -> None:

@@ -491,10 +491,10 @@ def optimizers_among(attributes: Mapping[str, Any]) -> dict[str, torch.optim.Opt
     """Return the optimizers among an object's attributes, by attribute; those in a list or dict also by key."""
     optimizers: dict[str, torch.optim.Optimizer] = {}
     for name, value in attributes.items():
-        entries = {name: value}
-        if isinstance(value, dict):
-            entries = {f"{name}[{key!r}]": entry for key, entry in value.items()}
-        elif isinstance(value, (list, tuple)):
-            entries = {f"{name}[{i}]": entry for i, entry in enumerate(value)}
-        optimizers |= {key: entry for key, entry in entries.items() if isinstance(entry, torch.optim.Optimizer)}
+        if isinstance(value, torch.optim.Optimizer):
+            optimizers[name] = value
+        elif isinstance(value, (dict, list, tuple)):
+            for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+                if isinstance(entry, torch.optim.Optimizer):
+                    optimizers[f"{name}[{key!r}]"] = entry
     return optimizers

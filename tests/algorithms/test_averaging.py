@@ -150,8 +150,11 @@ def test_averages_ignore_tensors_of_custom_loaders(tmp_path: Path, monkeypatch: 
     trainer = build(EMA(0.7), save_dir=tmp_path, callbacks=[StopAt(3)])
     trainer.train()
     folder = tmp_path / "checkpoint-3"
-    forge_tensors(folder, "trained.safetensors", lambda tensors: tensors.update({"queue": torch.zeros(3)}))
     monkeypatch.setattr(state_dicts, "has_custom_loader", lambda module: True)
+    forge_tensors(folder, "trained.safetensors", lambda tensors: tensors.update({"queue": torch.zeros(3)}))
+    with pytest.raises(CheckpointError, match=r"'queue' is not in 'model\.safetensors'"):
+        trainer.load_checkpoint(folder)
+    forge_tensors(folder, "model.safetensors", lambda tensors: tensors.update({"queue": torch.zeros(3)}))
     assert trainer.load_checkpoint(folder) == folder
 
 
