@@ -89,8 +89,13 @@ class Recorder(Callback):
             "processes": trainer.world_size,
             "device": str(trainer.device),
             "rows": self._rows,
-            "reasons": self._find_reasons(trainer) if self.probes else [],
+            "reasons": [],
+            "problem": "",
         }
+        try:
+            record["reasons"] = BatchProbe(trainer).find_reasons() if self.probes else []
+        except Exception as error:  # a unit of the user's may not be callable outside of a step
+            record["problem"] = f"{type(error).__name__}: {error}"
         if trainer.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_file(weights, self.folder / _WEIGHTS)
@@ -99,12 +104,6 @@ class Recorder(Callback):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-
-    def _find_reasons(self, trainer: Any) -> list[str]:
-        try:
-            return BatchProbe(trainer).find_reasons()
-        except Exception as error:  # a unit of the user's may not be callable outside of a step
-            return [f"(what depends on the batch is not known: {type(error).__name__}: {error})"]
 
 
 @dataclass(slots=True)
@@ -151,6 +150,7 @@ class Parity(ResultView):
         samples: Samples in a step.
         runs: A comparison for each backend and split.
         reasons: What makes a step of the script depend on its split into batches.
+        problem: Why that could not be tried; empty if it could.
     """
 
     script: str
@@ -159,6 +159,7 @@ class Parity(ResultView):
     samples: int
     runs: list[Run]
     reasons: list[str]
+    problem: str = ""
 
     @property
     def ok(self) -> bool:
@@ -179,6 +180,8 @@ class Parity(ResultView):
         notes += [f"Depends on the split of a step: {reason}." for reason in self.reasons]
         if not self.ok:
             notes.append("No reason was found for the unexpected differences.")
+        if self.problem:
+            notes.append(f"What depends on the split of a step could not be tried: {self.problem}")
         return Table(titles, rows, above=[head], below=notes, is_first_left=True)
 
     def _figure(self) -> Any:
@@ -196,7 +199,9 @@ class Parity(ResultView):
         """Return the result as values of JSON."""
         runs = [{**asdict(run), "ok": run.ok} for run in self.runs]
         runs = [{name: _to_json(value) for name, value in run.items()} for run in runs]
-        entries = {name: getattr(self, name) for name in ("script", "trainer", "steps", "samples", "reasons")}
+        entries = {
+            name: getattr(self, name) for name in ("script", "trainer", "steps", "samples", "reasons", "problem")
+        }
         return {**entries, "ok": self.ok, "runs": runs}
 
 
@@ -268,7 +273,8 @@ class _Comparison:
             raise ConfigError(
                 f"Nothing could be compared: {'; '.join(f'{run.name}: {run.reason}' for run in runs[1:])}"
             )
-        return Parity(self._script.path, content["trainer"], len(content["rows"]), samples, runs, reasons)
+        problem = escape_unprintable(content["problem"])[:300]
+        return Parity(self._script.path, content["trainer"], len(content["rows"]), samples, runs, reasons, problem)
 
     def _ways(
         self, name: str, content: Mapping[str, Any], samples: int
@@ -301,6 +307,10 @@ class _Comparison:
             run.reason = (
                 f"ended at its time limit of {self._timeout:g} s" if outcome.timed_out else _last_error(outcome)
             )
+            return run
+        if record.values("samples") != base.values("samples"):
+            counts = [[int(count) for count in part.values("samples")] for part in (record, base)]
+            run.reason = f"its steps have other samples: {counts[0]} instead of {counts[1]}"
             return run
         _compare(run, record, base)
         if run.size == "different" and expected == "different":

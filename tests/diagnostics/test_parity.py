@@ -54,7 +54,7 @@ def record(losses: list[float], weight: float = 1.0, **content: Any) -> parity._
     steps = [{"loss": loss, "grad_norm": 1.0, "samples": 16} for loss in losses]
     content = {
         "trainer": "Trainer", "precision": "fp32", "batch_size": 16, "processes": 1, "device": "cpu", "rows": steps,
-        "reasons": [], **content,
+        "reasons": [], "problem": "", **content,
     }  # fmt: skip
     return parity._Record(content, {"weight": torch.tensor([weight])})
 
@@ -127,6 +127,19 @@ def test_run_that_fails_says_why(fake: Any) -> None:
     assert result.ok and "hf: omnitrain.core.errors.DataError: It cannot be split." in str(result)
     with pytest.raises(ConfigError, match="Nothing could be compared: hf: "):
         fake({"as it is": record([3.0]), "hf": None}, backends=["hf"])
+
+
+def test_run_of_other_steps_is_not_compared(fake: Any) -> None:
+    result = fake({"as it is": record([3.0, 2.0]), "hf": record([3.0])}, backends=["hf", "split"])
+    assert result.runs[1].size == "not run" and "hf: its steps have other samples: [16] instead of [16, 16]" in str(
+        result
+    )
+
+
+def test_probe_that_fails_excuses_nothing(fake: Any) -> None:
+    base = record([3.0], problem="KeyError: 'x'")
+    result = fake({"as it is": base, "as it is, again": base, "1 x 16": record([3.1])}, backends=["split"])
+    assert not result.ok and "could not be tried: KeyError: 'x'" in str(result)
 
 
 def test_script_that_differs_by_itself_is_not_tried(fake: Any) -> None:
