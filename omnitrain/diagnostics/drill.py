@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from omnitrain.diagnostics.interruptions import CLASS_PATH, PHASES, SIGNALS, Int
 from omnitrain.diagnostics.script import Outcome, Script
 
 _STANDSTILL_SECONDS = 1.0
-_TIMING = re.compile(r"per_second|seconds|time|memory|mfu|flops|elapsed", re.IGNORECASE)
+_TIMING = re.compile(r"per_sec|seconds|time|memory|mfu|flops|elapsed", re.IGNORECASE)
 """Names of values that no two runs share."""
 _PARTS: tuple[str, ...] = ("weights", "optimizer state", "schedule", "random state", "history", "metrics.jsonl", "best")
 _STEP_PARTS = {
@@ -156,7 +156,7 @@ class Drill(ResultView):
                 if start.interruption is not None and start.step is not None and start.interruption["run"] == run:
                     axes.axvline(start.step, color="#888", linewidth=0.8, linestyle=":")
                     axes.annotate(
-                        _WORDS[start.interruption["signal"]], (start.step, 1), xycoords=("data", "axes fraction"),
+                        _WORDS[start.interruption["signal"]].partition(" and ")[0], (start.step, 1), xycoords=("data", "axes fraction"),
                         xytext=(-3, -4), textcoords="offset points", rotation=90, ha="right", va="top", fontsize=8,
                     )  # fmt: skip
             axes.set(xlabel="step", ylabel="training loss" if len(self.losses) == 1 else f"training loss, {run}")
@@ -299,7 +299,11 @@ class _Driver:
         if difference and parts:
             self._report("the runs differ: once more undisturbed, to see whether the script itself does")
             again, _ = self._run_undisturbed("again")
-            natural, _ = compare(undisturbed, again)
+            noisy = _find_noisy_values(undisturbed, again)
+            if noisy:
+                notes.append(f"not compared, as two undisturbed runs differ in them: {', '.join(sorted(noisy))}")
+                difference, parts = compare(undisturbed, disturbed, noisy)
+            natural, _ = compare(undisturbed, again, noisy)
             is_deterministic = not natural
             difference = natural or difference
             suspects = [] if natural else _find_suspects(undisturbed, disturbed)
@@ -445,10 +449,16 @@ def _missing_save_steps(record: Record) -> int | None:
 # --- comparison
 
 
-def compare(expected: Record, actual: Record) -> tuple[str, dict[str, bool]]:
-    """Return the first thing that differs, as text, and which parts of the outcome are equal."""
+def compare(expected: Record, actual: Record, ignored: Collection[str] = frozenset()) -> tuple[str, dict[str, bool]]:
+    """Return the first thing that differs, as text, and which parts of the outcome are equal.
+
+    Args:
+        expected: The record of an undisturbed run.
+        actual: The record of the other.
+        ignored: Names of values in `metrics.jsonl` and in the history that are not compared.
+    """
     parts = dict.fromkeys(_PARTS, True)
-    texts = [*_compare_ends(expected, actual, parts), *_compare_metrics(expected, actual, parts)]
+    texts = [*_compare_ends(expected, actual, parts, ignored), *_compare_metrics(expected, actual, parts, ignored)]
     since = _first_step(expected, actual)
     if since and not texts:
         parts["weights"] = parts["random state"] = False  # on the way, if not at the end
@@ -477,7 +487,29 @@ def _first_step(expected: Record, actual: Record) -> str:
     return text + (f", rank {rank}" if len(expected.rows) > 1 else "")
 
 
-def _compare_ends(expected: Record, actual: Record, parts: dict[str, bool]) -> Iterator[str]:
+def _find_noisy_values(first: Record, second: Record) -> set[str]:
+    """Return the values, such as times, in which two undisturbed runs differ that are otherwise equal."""
+    if _first_step(first, second):
+        return set()
+    noisy: set[str] = set()
+    pairs: list[tuple[Any, Any]] = [(rows, second.metrics.get(run, [])) for run, rows in first.metrics.items()]
+    for run in first.runs():
+        ends = [record.last_end(run, "0") or {"history": {}} for record in (first, second)]
+        pairs.append((ends[0]["history"], ends[1]["history"]))
+    while pairs:
+        left, right = pairs.pop()
+        if isinstance(left, list) and isinstance(right, list):
+            pairs += zip(left, right, strict=False)
+        elif isinstance(left, dict) and isinstance(right, dict):
+            for name in left.keys() & right.keys():
+                is_nested = isinstance(left[name], (list, dict))
+                pairs += [(left[name], right[name])] if is_nested else []
+                if not is_nested and _comparable({name: left[name]}) != _comparable({name: right[name]}):
+                    noisy.add(name)
+    return noisy
+
+
+def _compare_ends(expected: Record, actual: Record, parts: dict[str, bool], ignored: Collection[str]) -> Iterator[str]:
     for run in expected.runs():
         for rank in expected.rows:
             left, right = expected.last_end(run, rank), actual.last_end(run, rank)
@@ -496,7 +528,8 @@ def _compare_ends(expected: Record, actual: Record, parts: dict[str, bool]) -> I
                 if left["values"].get(name) != right["values"].get(name):
                     parts[_part_of(name)] = False
             for name in left["history"].keys() | right["history"].keys():
-                if _comparable(left["history"].get(name)) != _comparable(right["history"].get(name)):
+                tables = [_comparable(end["history"].get(name), ignored) for end in (left, right)]
+                if name not in ignored and tables[0] != tables[1]:
                     parts["best" if "best" in name else "history"] = False
     if unequal := [name for name in _PARTS if not parts[name]]:
         yield f"at the end: other {', '.join(unequal)}"
@@ -511,10 +544,12 @@ def _part_of(name: str) -> str:
     return "schedule" if name == "scheduler" else "weights"
 
 
-def _compare_metrics(expected: Record, actual: Record, parts: dict[str, bool]) -> Iterator[str]:
+def _compare_metrics(
+    expected: Record, actual: Record, parts: dict[str, bool], ignored: Collection[str]
+) -> Iterator[str]:
     for run, rows in expected.metrics.items():
-        actual_rows = [_comparable(row) for row in actual.metrics.get(run, [])]
-        for number, row in enumerate(map(_comparable, rows)):
+        actual_rows = [_comparable(row, ignored) for row in actual.metrics.get(run, [])]
+        for number, row in enumerate(_comparable(rows, ignored)):
             other = actual_rows[number] if number < len(actual_rows) else {}
             if row != other:
                 parts["metrics.jsonl"] = False
@@ -528,12 +563,15 @@ def _compare_metrics(expected: Record, actual: Record, parts: dict[str, bool]) -
                 yield f"metrics.jsonl has {len(actual_rows)} rows, not {len(rows)}"
 
 
-def _comparable(value: Any) -> Any:
+def _comparable(value: Any, ignored: Collection[str] = frozenset()) -> Any:
     """Return values without those of the clock and of folders."""
     if isinstance(value, Mapping):
-        return {name: _comparable(part) for name, part in value.items() if not _TIMING.search(str(name))}
+        return {
+            name: _comparable(part, ignored) for name, part in value.items()
+            if name not in ignored and not _TIMING.search(str(name))
+        }  # fmt: skip
     if isinstance(value, list):
-        return [_comparable(part) for part in value]
+        return [_comparable(part, ignored) for part in value]
     if isinstance(value, float) and math.isnan(value):
         return "nan"
     return Path(value).name if isinstance(value, str) and "/" in value else value

@@ -31,6 +31,7 @@ FORGOTTEN = [
 LACKING = [
     ("several runs", "save_dir '"),
     ("late save", "saves only at its end: the drill saves every 4 steps"),
+    ("clock", "two undisturbed runs differ in them: eval_pace"),
     ("no folder", "has no `save_dir`"),
     ("transformers", "is redirected"),
 ]
