@@ -376,6 +376,9 @@ class _Driver:
                 last = f"the start after: {starts[-2]}" if len(starts) > 1 else "the first start"
                 what = f"did not end within {self._timeout:.0f} s" if outcome.timed_out else f"failed ({outcome.code})"
                 return starts, f"{last}: {what}:\n{outcome.last_lines()}\n"
+            if place is not None and not hits:
+                self._report(f"{len(starts):>2}  {start}")
+                break
         return starts, ""
 
     def _note_resumption(self, starts: list[Start], before: Record, record: Record) -> None:

@@ -60,6 +60,7 @@ class Observer(Callback):
         self._interruption = interruption
         self._save_steps = save_steps
         self._is_done = interruption is None
+        self._is_overdue = False
         self._disk_error: OSError | None = None
         self._has_failed = False
         self._is_evaluating = False
@@ -113,8 +114,10 @@ class Observer(Callback):
 
     def on_save_end(self, trainer: Any) -> None:
         self._write(trainer, "save", count=self._count)
-        if self._is_due(trainer, "save") and self._signal != "disk":
-            self._interrupt(trainer)
+        if self._is_due(trainer, "save"):  # this save had fewer operations than that of the undisturbed run
+            self._is_overdue = True
+            if self._signal != "disk":
+                self._interrupt(trainer)
 
     def on_exception(self, trainer: Any, error: BaseException) -> None:
         self._has_failed = True
@@ -179,7 +182,7 @@ class Observer(Callback):
 
     def _touch_disk(self, trainer: Any, name: str) -> None:
         """Interrupt the run before a file operation of a save, or have it fail as on a full disk."""
-        if self._is_due(trainer, "save") and self._count >= self._number:
+        if self._is_due(trainer, "save") and (self._is_overdue or self._count >= self._number):
             if self._signal != "disk":
                 self._interrupt(trainer)
             elif name in _CHANGES_OF_DISK:
