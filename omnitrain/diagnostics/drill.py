@@ -33,6 +33,7 @@ _STEP_PARTS = {
     "random": "random state",
 }
 """What the record of a step has, in the order in which it comes about."""
+_INDENT = "\n           "
 _WORDS = {"kill": "kill", "term": "SIGTERM", "stop": "standstill and kill", "disk": "full disk"}
 _PHASE_WORDS = {"data": "at its data", "step": "in its update", "evaluation": "in an evaluation", "save": "in a save"}
 
@@ -114,7 +115,7 @@ class Drill(ResultView):
                 f"not deterministic by itself: two undisturbed runs differ. {self.difference}. Seed what it draws, "
                 "such as the weights of the model (torch.manual_seed), or try `deterministic=True`."
             )
-        lines = [f"different: {self.difference}"]
+        lines = [f"different: {self.difference.replace(chr(10), _INDENT)}"]
         if self.parts:
             equal = [name for name, is_equal in self.parts.items() if is_equal]
             lines.append(f"           equal: {', '.join(equal) or 'nothing'}")
@@ -155,8 +156,9 @@ class Drill(ResultView):
             for start in self.starts:
                 if start.interruption is not None and start.step is not None and start.interruption["run"] == run:
                     axes.axvline(start.step, color="#888", linewidth=0.8, linestyle=":")
+                    label = _WORDS[start.interruption["signal"]].partition(" and ")[0]
                     axes.annotate(
-                        _WORDS[start.interruption["signal"]].partition(" and ")[0], (start.step, 1), xycoords=("data", "axes fraction"),
+                        label, (start.step, 1), xycoords=("data", "axes fraction"),
                         xytext=(-3, -4), textcoords="offset points", rotation=90, ha="right", va="top", fontsize=8,
                     )  # fmt: skip
             axes.set(xlabel="step", ylabel="training loss" if len(self.losses) == 1 else f"training loss, {run}")
@@ -305,7 +307,7 @@ class _Driver:
                 difference, parts = compare(undisturbed, disturbed, noisy)
             natural, _ = compare(undisturbed, again, noisy)
             is_deterministic = not natural
-            difference = natural or difference
+            difference = natural.partition("\n")[0] or difference
             suspects = [] if natural else _find_suspects(undisturbed, disturbed)
         losses = {run: _losses(undisturbed.events("step", run, "0")) for run in undisturbed.runs()}
         return Drill(
@@ -466,7 +468,7 @@ def compare(expected: Record, actual: Record, ignored: Collection[str] = frozens
     if since and not texts:
         parts["weights"] = parts["random state"] = False  # on the way, if not at the end
     texts = [*filter(None, [since]), *texts]
-    return "; ".join(dict.fromkeys(texts[:3])), parts
+    return "\n".join(dict.fromkeys(texts[:3])), parts
 
 
 def _first_step(expected: Record, actual: Record) -> str:
