@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,6 +15,8 @@ from torch import nn
 
 from omnitrain.compute.device_runtime import device_runtime
 from omnitrain.core.errors import ConfigError, MissingExtraError, check_choice, did_you_mean
+
+logger: logging.Logger = logging.getLogger("omnitrain")
 
 _NAMES = {
     "fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "half": "fp16", "bf16": "bf16",
@@ -167,6 +170,10 @@ class Precision:
             )
         plain = {id(layer) for layer in layers if type(layer) is nn.Linear}  # others may be converted already
         convert_to_float8_training(model, module_filter_fn=lambda module, name: id(module) in plain)
+        logger.warning(
+            "%d linear layers multiply in fp8, which is tested by emulation only. Compare the first losses with those "
+            "of autocast='bf16'.", len(layers),
+        )  # fmt: skip
 
     def grad_scaler(self, scale: Sequence[float]) -> torch.amp.GradScaler:
         """Return the loss scaler by the argument `fp16_loss_scale`: enabled for fp16, disabled for everything else."""

@@ -46,13 +46,14 @@ def test_autocast_rejects_fp8_without_hardware_or_torchao(capability: Any, monke
         Precision.parse("float8", device)
 
 
-def test_fp8_layers_are_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_layers_are_converted_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     eighths.install(monkeypatch)
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 3))
     before = dict(model.named_parameters())
     for _ in range(2):  # by one trainer after the other
         Precision("fp8", "cuda").convert(model)
     assert [type(layer).__name__ for layer in model] == ["Float8Linear", "Linear"]
+    assert "1 linear layers multiply in fp8, which is tested by emulation only" in caplog.text
     assert all(weight is before[name] for name, weight in model.named_parameters())
 
 
