@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from omnitrain import Callback, Trainer
+from omnitrain import AccelerateTrainer, Callback, Trainer
 
 
 class Halving(Callback):
@@ -89,6 +89,9 @@ def main(fault: str, folder: str) -> None:
             use_cpu=True, report_to=[], disable_tqdm=True,
         )  # fmt: skip
         HFTrainer(model, args, data, data, loss_fn=nn.functional.mse_loss).train()
+        return
+    if fault == "two processes":
+        AccelerateTrainer(model, data, data, eval_steps=4, **options).train()
         return
     trainer = Trainer(model, data, data, eval_steps=4, device="cpu", **options)
     trainer.train()

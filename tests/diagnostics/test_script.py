@@ -16,6 +16,7 @@ import omnitrain
 from omnitrain import Callback, ConfigError, Trainer
 from omnitrain.config import overrides
 from omnitrain.diagnostics import script as script_module
+from omnitrain.diagnostics.drill import drill
 from omnitrain.diagnostics.script import Script
 
 
@@ -174,6 +175,17 @@ def test_script_ends_with_all_its_processes(tmp_path: Path) -> None:
     assert outcome.code == 137 and not outcome.timed_out
     stat = Path(f"/proc/{child.read_text().strip()}/stat")
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_script_on_two_processes_is_drilled(tmp_path: Path) -> None:
+    """One of the ranks is killed, and both."""
+    path = Path(__file__).with_name("planted.py")
+    result = drill(Script(str(path), ["two processes", str(tmp_path)], 2), 2, ["kill"], seed=1)
+    assert result.ok, str(result)
+    assert [start.interruption["ranks"] for start in result.starts if start.interruption].count(None) == 1
+    assert all(start.resumed_at is not None for start in result.starts[:-1])
 
 
 def test_script_rejects_what_is_no_file(tmp_path: Path) -> None:
