@@ -72,6 +72,8 @@ if TYPE_CHECKING:
     from omnitrain.diagnostics.check import CheckFinding as CheckFinding
     from omnitrain.diagnostics.check import CheckResult as CheckResult
     from omnitrain.diagnostics.plan import RunPlan as RunPlan
+    from omnitrain.diagnostics.replay import Replay as Replay
+    from omnitrain.diagnostics.replay import replay as replay
     from omnitrain.hf.arguments import HFTrainingArguments as HFTrainingArguments
     from omnitrain.hf.trainer import HFTrainer as HFTrainer
     from omnitrain.loggers.progress_bar import ProgressBar as ProgressBar
@@ -164,6 +166,7 @@ _EXPORTS = {
     "data.shards": "ShardedStream",
     "diagnostics.check": "CheckFinding CheckResult",
     "diagnostics.plan": "RunPlan",
+    "diagnostics.replay": "Replay replay",
     "hf.arguments": "HFTrainingArguments",
     "hf.trainer": "HFTrainer",
     "loggers.progress_bar": "ProgressBar",

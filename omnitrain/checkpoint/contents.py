@@ -506,7 +506,8 @@ class Contents:
             for group, new in zip(backend.groups, fresh, strict=True):
                 group |= {key: value for key, value in new.items() if key != "params"}
             return
-        before, after = content["settings"]["optimizer_groups"], self._initial.optimizer or []
+        before = content["settings"]["optimizer_groups"]
+        after = self._initial.optimizer or before  # unknown for a trainer without training data
         for group, new, current, previous in zip(backend.groups, fresh, after, before, strict=True):
             if "lr_scheduler" in changed:
                 group |= {key: new[key] for key in ("lr", "initial_lr") if key in new}

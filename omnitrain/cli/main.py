@@ -123,6 +123,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         _add_drill,
         _add_parity,
         _add_diff,
+        _add_replay,
     ):
         add(commands)
     sections = []
@@ -343,6 +344,8 @@ def _add_verify(commands: Any) -> None:
         "Exit code 0: nothing has changed; 1: something has; 2: it could not be compared.",
     )
     verify.add_argument("path", type=_place, metavar="RUN", help="the folder or address of a run, or of a checkpoint")
+    about = "what makes the trainer, for its data, code and settings: a script with its arguments, or a YAML file"
+    verify.add_argument("--data", nargs=argparse.REMAINDER, metavar="SCRIPT", default=[], help=about)
     verify.add_argument("--json", action="store_true", help="print the result as JSON")
     verify.set_defaults(run=_verify)
 
@@ -353,7 +356,8 @@ def _verify(args: argparse.Namespace) -> int:
     from omnitrain.diagnostics import verify
 
     with _untried_as_config_error(), local_copies(args.path) as paths:
-        return _report(verify.verify_folder(paths[0], name=mask_text(str(args.path))), args.json)
+        description = verify.describe_script(args.data) if args.data else None
+        return _report(verify.verify_folder(paths[0], description, mask_text(str(args.path))), args.json)
 
 
 def _add_parity(commands: Any) -> None:
@@ -409,6 +413,38 @@ def _diff(args: argparse.Namespace) -> int:
     places = args.path0, args.path1
     with _untried_as_config_error(), local_copies(*places, whole=False) as paths:
         return _report(diff_runs(*paths, names=[mask_text(str(place)) for place in places]), args.json)
+
+
+def _add_replay(commands: Any) -> None:
+    replay = _add_command(
+        commands,
+        "replay",
+        "Make one step of a run once more, to the bit, and print the loss and the gradient of each of its samples.",
+        "Exit code 0: nothing disagrees with the run; 1: the digests of its trace do; 2: it could not be tried.",
+    )
+    add = replay.add_argument
+    add("path", type=_place, metavar="RUN", help="the folder or address of a run")
+    add("--step", type=int, required=True, metavar="N", help="the step, counted from 1")
+    add("-n", dest="processes", type=int, metavar="N", help="processes (default: as many as the run had)")
+    limit = "seconds for the script (default: %(default)s)"
+    add("--timeout", type=float, default=3600.0, metavar="SECONDS", help=limit)
+    add("--json", action="store_true", help="print the result as JSON")
+    add("script", metavar="SCRIPT", help="the script of the run, or a YAML file as for `omnitrain train`")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the arguments of the script")
+    replay.set_defaults(run=_replay)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from omnitrain.checkpoint.lookup import local_copies
+    from omnitrain.core.secrets import mask_text
+    from omnitrain.diagnostics.replay import recorded_processes, replay_script
+    from omnitrain.diagnostics.script import Script
+
+    with _untried_as_config_error(), local_copies(args.path) as paths:
+        processes = recorded_processes(paths[0]) if args.processes is None else args.processes
+        script = Script(args.script, args.arguments, processes)
+        result = replay_script(paths[0], args.step, script, args.timeout, mask_text(str(args.path)))
+    return _report(result, args.json)
 
 
 @contextlib.contextmanager

@@ -6,11 +6,12 @@ called without that variable.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -27,6 +28,8 @@ class Overrides(TypedDict, total=False):
     """The folder for everything that the trainers write: `run-1` for the first, `run-2` for the next, and so on."""
     resume: bool
     """Whether `train()` resumes from the newest checkpoint in the folder, if there is one."""
+    resume_from: str
+    """From where the first `train()` of a trainer resumes, whatever the script says; "" starts afresh."""
     callbacks: list[dict[str, Any]]
     """More callbacks, each as {"class_path": ..., "init_args": {...}}."""
     arguments: dict[str, Any]
@@ -52,6 +55,24 @@ def is_active() -> bool:
 def read_overrides() -> Overrides:
     """Return the overrides of this process."""
     return json.loads(os.environ[VARIABLE])
+
+
+@contextlib.contextmanager
+def applied(overrides: Overrides) -> Iterator[None]:
+    """Apply overrides to the trainers that this process makes inside."""
+    global _count
+    before, folders, count = os.environ.get(VARIABLE), dict(_folders), _count
+    _folders.clear()
+    os.environ[VARIABLE] = json.dumps(overrides)
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
+        _folders.clear()
+        _folders.update(folders)
+        _count = count
 
 
 def _replacement_class(trainer: Any) -> type | None:
@@ -133,6 +154,8 @@ def override_run(trainer: Any, resume_from: Any, more: Any) -> Any:
     overrides, attributes = read_overrides(), vars(trainer)
     calls = attributes["_calls_of_train"] = attributes.get("_calls_of_train", 0) + 1
     attributes["_resume_from"] = resume_from
+    if "resume_from" in overrides and calls == 1:
+        return overrides["resume_from"] or None
     if "save_dir" not in overrides:
         return resume_from
     if calls > 1:

@@ -13,7 +13,7 @@ from omnitrain.core.display import flatten
 from omnitrain.core.errors import CheckpointError, ConfigError, escape_unprintable
 from omnitrain.core.history import read_row
 
-_METRICS_FILE = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 # The entries of a start that differ between any two runs.
 _PER_START = ("started_at", "step", "resumed_from", "command", "hosts")
 # The values of a row of logs that do not depend on time.
@@ -95,18 +95,18 @@ def diff_runs(a: Path, b: Path, names: Sequence[str] | None = None) -> RunDiff:
     """
     sides, notes = (a, b), list[str]()
     for folder in sides:
-        if not any((folder / file).is_file() for file in (TRACE_FILE, _METRICS_FILE)):
-            problem = f"has neither {TRACE_FILE} nor {_METRICS_FILE}" if folder.is_dir() else "is no folder"
+        if not any((folder / file).is_file() for file in (TRACE_FILE, METRICS_FILE)):
+            problem = f"has neither {TRACE_FILE} nor {METRICS_FILE}" if folder.is_dir() else "is no folder"
             raise ConfigError(f"{str(folder)!r} {problem}. Give a run's `save_dir`.")
-    records = [_read_record(folder) for folder in sides]
+    records = [read_record(folder) for folder in sides]
     missing = [folder for folder in sides if not (folder / TRACE_FILE).is_file()]
-    source = _METRICS_FILE if missing else TRACE_FILE
+    source = METRICS_FILE if missing else TRACE_FILE
     if missing:
         notes.append(
             f"{' and '.join(repr(str(folder)) for folder in missing)} has no {TRACE_FILE}: only the rows of logs were "
             "compared. Pass callbacks=[Trace()] to see each step, and what parts first."
         )
-    rows = [_read_rows(folder / source, source) for folder in sides]
+    rows = [read_rows(folder / source) for folder in sides]
     common = [key for key in rows[0] if key in rows[1]]
     if not common:
         raise ConfigError(f"{str(a)!r} and {str(b)!r} have no step in common in {source}: there is nothing to compare.")
@@ -154,7 +154,7 @@ def _compared_names(
     ]
 
 
-def _read_rows(path: Path, source: str) -> dict[tuple[int, Any], dict[str, Any]]:
+def read_rows(path: Path) -> dict[tuple[int, Any], dict[str, Any]]:
     """Return the rows by step, and by what tells apart several rows of a step, without lines that are no rows."""
     rows: dict[tuple[int, Any], dict[str, Any]] = {}
     with path.open("rb") as file:
@@ -166,7 +166,8 @@ def _read_rows(path: Path, source: str) -> dict[tuple[int, Any], dict[str, Any]]
     return rows
 
 
-def _read_record(folder: Path) -> dict[str, Any]:
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return the record of the last start of a run; empty if it has none."""
     try:
         starts = read_starts(folder / RUN_FILE)
     except CheckpointError:

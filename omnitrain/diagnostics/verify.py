@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import reprlib
 import stat
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from rich import filesize
 
@@ -18,15 +20,18 @@ from omnitrain.checkpoint.lookup import check_content, find_checkpoints
 from omnitrain.checkpoint.manifest import read_manifest
 from omnitrain.checkpoint.run_record import RUN_FILE, package_versions, read_starts
 from omnitrain.core.errors import CheckpointError, ConfigError, escape_unprintable
+from omnitrain.core.events import Callback, TrainerLike
 from omnitrain.core.files import open_regular
+from omnitrain.diagnostics.script import Script
 
 if TYPE_CHECKING:
+    from omnitrain.config.overrides import Overrides
     from omnitrain.trainer.base import BaseTrainer
 
 State = Literal["same", "changed", "gone"]
 
-# The settings that do not describe what is computed: where it runs, and how long.
-_UNCOMPARED = {"device", "save_dir", "samples_per_epoch"}
+# The settings that do not describe what is computed, or are compared with the data.
+_UNCOMPARED = {"device", "save_dir", "samples_per_epoch", "loggers"}
 _ABSENT = object()
 
 
@@ -180,7 +185,9 @@ def verify_folder(path: Path, description: Mapping[str, Any] | None = None, name
     findings += _compare_packages(record.get("packages") or {})
     findings += _compare_script(record, uncompared)
     if description is None:
-        uncompared.append("data, code and settings, as nothing makes the trainer")
+        uncompared.append(
+            "data, code and settings. Give the script or the YAML file that makes the trainer: --data SCRIPT"
+        )
     else:
         identity = content.get("identity") or {"data": {}, "code": record.get("code") or {}}
         summaries = {} if content.get("identity") else record.get("data") or {}
@@ -188,6 +195,59 @@ def verify_folder(path: Path, description: Mapping[str, Any] | None = None, name
         findings += _compare_code(identity, description["identity"], uncompared)
         findings += _compare_settings(content.get("settings") or record.get("settings") or {}, description["settings"])
     return RunVerification(name or str(path), checkpoints, findings, uncompared)
+
+
+class TrainerDescriber(Callback):
+    """Writes what `describe_trainer` returns when a run begins, and ends it.
+
+    Args:
+        path: The JSON file to write.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path: str = path
+
+    def on_train_start(self, trainer: TrainerLike) -> None:
+        if trainer.is_main_process:
+            description = describe_trainer(cast("BaseTrainer", trainer))
+            settings, name = description["settings"], type(self).__name__
+            for key in ("callbacks", "callback_options"):
+                entries = settings.get(key)
+                if isinstance(entries, dict):
+                    settings[key] = {entry: value for entry, value in entries.items() if not entry.startswith(name)}
+                elif isinstance(entries, list):
+                    settings[key] = [entry for entry in entries if name not in str(entry)]
+            Path(f"{self.path}.part").write_text(json.dumps(description))
+            Path(f"{self.path}.part").replace(self.path)
+        raise SystemExit(0)
+
+
+def describe_script(words: Sequence[str], timeout: float = 600.0) -> dict[str, Any]:
+    """Return what `describe_trainer` returns for the first trainer of a script that trains.
+
+    The script runs in a process of its own until it begins to train; it writes into a temporary folder.
+
+    Args:
+        words: The script, or a YAML file as for `omnitrain train`, and its arguments.
+        timeout: Seconds after which it is ended.
+
+    Raises:
+        ConfigError: If the script did not begin to train.
+    """
+    script = Script(words[0], words[1:])
+    script.check()
+    with tempfile.TemporaryDirectory(prefix="omnitrain-") as folder:
+        file = Path(folder) / "trainer.json"
+        describer = {"class_path": f"{__name__}.{TrainerDescriber.__name__}", "init_args": {"path": str(file)}}
+        changes: Overrides = {"save_dir": str(Path(folder) / "runs"), "resume_from": "", "callbacks": [describer]}
+        outcome = script.run(Path(folder), changes, timeout=timeout)
+        if not file.is_file():
+            reason = f"ran longer than {timeout:g} s" if outcome.timed_out else f"ended with exit code {outcome.code}"
+            raise ConfigError(
+                f"{words[0]} {reason}, before an omnitrain trainer began to train. Give the script that made the "
+                f"run.\n{outcome.last_lines()}"
+            )
+        return json.loads(file.read_text())
 
 
 # --- files

@@ -22,7 +22,7 @@ from resuming import assert_same, build, memory_folder, outcome
 from tiny import Tokens, gpt
 from torch import nn
 
-from omnitrain import Algorithm, Callback, CheckpointError, DataError, NonFiniteError
+from omnitrain import Algorithm, Callback, CheckpointError, DataError, NonFiniteError, Trainer
 from omnitrain.checkpoint.contents import OPTIMIZER, RNG, STATES
 from omnitrain.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, read_manifest
 from omnitrain.checkpoint.state_dicts import WEIGHTS
@@ -289,3 +289,11 @@ def test_history_is_in_a_checkpoint_that_is_copied_away(tmp_path: Path) -> None:
     assert [row["step"] for row in metrics["valid"]] == [3, 6]
     assert [row["epoch"] for row in metrics["train_metrics_history"]] == [1, 2]
     assert "valid" not in content_of(folder)["metrics"]
+
+
+def test_load_checkpoint_takes_trainer_without_data(tmp_path: Path) -> None:
+    trained = make_small(Trainer, t16(), rows(16), save_dir=tmp_path / "a", max_steps=2)
+    trained.train()
+    trainer = Trainer(t16(), device="cpu", loss_fn=nn.functional.mse_loss)
+    trainer.load_checkpoint(tmp_path / "a" / "checkpoint-2")
+    assert all(map(torch.equal, trainer.model.parameters(), trained.model.parameters()))

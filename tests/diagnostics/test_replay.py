@@ -1,0 +1,191 @@
+"""`omnitrain replay`: one step of a run once more, to the bit, with the loss and the gradient of each sample."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import rows, small_trainer, t16
+from torch import nn
+
+import omnitrain
+from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, Trace
+from omnitrain.callbacks.trace import TRACED
+from omnitrain.cli.main import main
+from omnitrain.data.sampling import EpochSampler
+from omnitrain.diagnostics.verify import describe_script
+
+SCRIPT = """
+import argparse
+import torch
+from omnitrain import AccelerateTrainer, Trace
+from torch import nn
+from torch.utils.data import TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rate", type=float, default=0.05)
+x = torch.arange(48.0).view(12, 4) / 48
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+trainer = AccelerateTrainer(
+    model, TensorDataset(x, x.sum(1, keepdim=True)), loss_fn=nn.functional.mse_loss, batch_size=4,
+    learning_rate=parser.parse_args().rate, epochs=2, save_dir="run", progress_bar=False, callbacks=[Trace()],
+    overwrite=True,
+)
+trainer.train()
+"""
+
+
+def make(folder: Path, **options: Any) -> Any:
+    return small_trainer(**{
+        "save_dir": folder, "model": t16(0.2), "callbacks": [Trace()], "eval_dataset": rows(8), **options
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "a"
+    make(folder).train()
+    return folder
+
+
+def content(folder: Path) -> dict[Path, str]:
+    return {path: hashlib.md5(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("step", [1, 4, 5, 8])
+def test_replay_makes_a_step_again_to_the_bit(step: int, run: Path) -> None:
+    before = content(run)
+    result = omnitrain.replay(run, step, lambda: make(run))
+    assert result.ok and sorted(result.same) == sorted(TRACED), str(result)
+    assert result.checkpoint == ("checkpoint-4" if step > 4 else "") and content(run) == before
+    epoch, place = divmod(step - 1, 4)
+    assert result.samples == EpochSampler(16, 4).order(epoch)[4 * place : 4 * place + 4].tolist()
+    assert torch.equal(result.batch[0], rows(16).tensors[0][result.samples])
+    assert json.loads(json.dumps(result.to_json()))["grad_norm"] == result.grad_norm
+
+
+@pytest.mark.parametrize("kind", [omnitrain.Trainer, AccelerateTrainer, HFTrainer])
+def test_replay_measures_each_sample(kind: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"kind": kind, "model": t16(), "batch_size": 2, "gradient_accumulation_steps": 2}
+    make(tmp_path / "a", **options).train()
+    result = omnitrain.replay(tmp_path / "a", 5, lambda: make(tmp_path / "a", **options | {"model": t16()}))
+    model, (x, y) = t16(), rows(16).tensors
+    load = omnitrain.Trainer(model, device="cpu", loss_fn=F.mse_loss)
+    load.load_checkpoint(tmp_path / "a" / "checkpoint-4")
+    for sample, loss, norm in zip(result.samples, result.losses, result.grad_norms, strict=True):
+        expected = F.mse_loss(model(x[[sample]]), y[[sample]])
+        gradients = torch.autograd.grad(expected, list(model.parameters()))
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
+        assert norm == pytest.approx(nn.utils.get_total_norm(gradients).item(), rel=1e-12)
+    assert len(result.losses) == 4 and len(result.batch) == 2 and result.ok
+    assert sum(result.losses) / 4 == pytest.approx(result.loss, rel=1e-12)
+
+
+def test_replay_reports_what_disagrees(run: Path) -> None:
+    data = rows(16)
+    data.tensors[0][:, 0] += 1e-9
+    result = omnitrain.replay(run, 3, lambda: make(run, data=data))
+    assert not result.ok and result.differs[0] == "batch" and "samples" in result.same
+    assert "not as in the run: batch" in str(result)
+
+
+def test_replay_compares_logs_without_trace(tmp_path: Path) -> None:
+    options = {"callbacks": [], "log_steps": 3}
+    make(tmp_path / "a", **options).train()
+    result = omnitrain.replay(tmp_path / "a", 6, lambda: make(tmp_path / "a", **options))
+    assert result.ok and result.same == ["grad_norm"]
+    result = omnitrain.replay(tmp_path / "a", 5, lambda: make(tmp_path / "a", **options))
+    assert result.ok and not result.same and "nothing could be compared" in str(result)
+
+
+def test_replay_skips_damaged_checkpoint(run: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(run, tmp_path / "a")
+    (damaged / "checkpoint-4" / "model.safetensors").unlink()
+    result = omnitrain.replay(damaged, 7, lambda: make(damaged))
+    assert result.ok and result.checkpoint == ""
+
+
+class BatchNormed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 0.5)
+        self.double()
+
+
+def test_replay_leaves_batch_statistics_unchanged(tmp_path: Path) -> None:
+    make(tmp_path / "a", model=BatchNormed()).train()
+    result = omnitrain.replay(tmp_path / "a", 6, lambda: make(tmp_path / "a", model=BatchNormed()))
+    assert result.ok and len(result.losses) == 4 and "update" in result.same
+
+
+def pairs_only(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    if len(outputs) == 1:
+        raise ValueError("a pair is needed")
+    return (outputs[0] - outputs[1]).square().mean()
+
+
+def test_replay_says_why_samples_have_no_loss(tmp_path: Path) -> None:
+    make(tmp_path / "a", loss_fn=pairs_only, eval_dataset=None).train()
+    result = omnitrain.replay(tmp_path / "a", 2, lambda: make(tmp_path / "a", loss_fn=pairs_only, eval_dataset=None))
+    assert result.ok and not result.losses and len(result.samples) == 4 and "a pair is needed" in result.notes[0]
+
+
+def test_replay_rejects_steps_and_folders(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step, path, words in [(0, run, "step"), (9, run, "ended at step 8"), (1, tmp_path / "b", "is no folder"),
+                              (1, tmp_path, "no checkpoints")]:  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            omnitrain.replay(path, step, lambda: make(run))
+    trainer = make(tmp_path / "c")
+    with pytest.raises(ConfigError, match="must return a new trainer"):
+        omnitrain.replay(run, 2, lambda: trainer)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="one process"):
+        omnitrain.replay(run, 1, lambda: make(run))
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A script in the current folder, which has run there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    exec(compile(SCRIPT, "train.py", "exec"), {"__name__": "__main__"})
+    return "train.py"
+
+
+@pytest.mark.processes
+def test_replay_and_verify_take_a_script(script: str, capsys: Any) -> None:
+    before = content(Path())
+    assert main(["replay", "run", "--step", "5", "--json", script]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["checkpoint"] == "checkpoint-3" and len(result["losses"]) == 4 and len(result["same"]) == 7
+    assert main(["verify", "run", "--data", script, "--rate", "0.1"]) == 1
+    out = capsys.readouterr().out
+    assert "changed  setting learning_rate: was 0.05, is 0.1" in out and "same     data train_dataset" in out
+    assert content(Path()) == before
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_replay_takes_two_processes(script: str, capsys: Any) -> None:
+    programs_run = omnitrain.diagnostics.script.Script(script, processes=2)
+    assert programs_run.run(Path("first"), {}).code == 0
+    assert main(["replay", "run", "--step", "3", "--json", script]) == 0  # as many as the run had
+    result = json.loads(capsys.readouterr().out)
+    assert len(result["losses"]) == 8 and len(result["same"]) == 7 and not result["notes"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_verify_rejects_script_without_trainer(tmp_path: Path) -> None:
+    (tmp_path / "none.py").write_text("raise SystemExit('nothing to do')")
+    with pytest.raises(ConfigError, match=r"(?s)ended with exit code 1, before .*nothing to do"):
+        describe_script([str(tmp_path / "none.py")])
