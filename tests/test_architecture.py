@@ -445,7 +445,7 @@ def test_public_members_have_docstrings() -> None:
 
 RESULTS = {
     "CheckFinding", "CheckResult", "Event", "Histogram", "MetricsDict", "Predictions", "Progress", "RunComparison",
-    "RunPlan", "SchedulePreview", "SearchResult", "SearchTrial",
+    "Replay", "RunPlan", "SchedulePreview", "SearchResult", "SearchTrial",
 }  # fmt: skip
 """What a user gets and does not make."""
 PROTOCOLS = {"EvalUnit", "TrainUnit"}
