@@ -313,6 +313,15 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
     raise CheckpointError(f"{str(path)!r} is no record of the starts of a run.{problem}")
 
 
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return the record of the last start of a run; empty if it has none."""
+    try:
+        starts = read_starts(folder / RUN_FILE)
+    except CheckpointError:
+        return {}
+    return starts[-1] if starts else {}
+
+
 def append_start(path: Path, start: Mapping[str, Any], replaces: str | None = None) -> None:
     """Append a start to a `run.json`, which is replaced atomically.
 

@@ -356,7 +356,8 @@ def _verify(args: argparse.Namespace) -> int:
     from omnitrain.diagnostics import verify
 
     with _untried_as_config_error(), local_copies(args.path) as paths:
-        description = verify.describe_script(args.data) if args.data else None
+        processes = verify.recorded_processes(paths[0])
+        description = verify.describe_script(args.data, processes) if args.data else None
         return _report(verify.verify_folder(paths[0], description, mask_text(str(args.path))), args.json)
 
 
@@ -437,8 +438,9 @@ def _add_replay(commands: Any) -> None:
 def _replay(args: argparse.Namespace) -> int:
     from omnitrain.checkpoint.lookup import local_copies
     from omnitrain.core.secrets import mask_text
-    from omnitrain.diagnostics.replay import recorded_processes, replay_script
+    from omnitrain.diagnostics.replay import replay_script
     from omnitrain.diagnostics.script import Script
+    from omnitrain.diagnostics.verify import recorded_processes
 
     with _untried_as_config_error(), local_copies(args.path) as paths:
         processes = recorded_processes(paths[0]) if args.processes is None else args.processes

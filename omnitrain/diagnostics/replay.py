@@ -16,14 +16,16 @@ from torch import nn
 
 from omnitrain.callbacks.trace import TRACE_FILE, TRACED, Trace
 from omnitrain.checkpoint.lookup import check_content
+from omnitrain.checkpoint.run_record import read_record
 from omnitrain.checkpoint.store import Store
 from omnitrain.compute.random_state import isolated_rng
 from omnitrain.config import overrides
 from omnitrain.core.display import Table
 from omnitrain.core.errors import CheckpointError, ConfigError, check_number
 from omnitrain.core.events import Callback, TrainerLike
-from omnitrain.diagnostics.run_diff import METRICS_FILE, read_record, read_rows
+from omnitrain.diagnostics.run_diff import METRICS_FILE, read_rows
 from omnitrain.diagnostics.script import Script
+from omnitrain.diagnostics.verify import recorded_processes
 from omnitrain.trainer.buffers import unchanged_buffers
 
 if TYPE_CHECKING:
@@ -275,12 +277,6 @@ def replay_script(path: Path, step: int, script: Script, timeout: float = 3600.0
             raise ConfigError(f"{script.path} {reason}, without coming to step {step}.\n{outcome.last_lines()}")
         result = json.loads(file.read_text())
         return _make_replay(path, step, checkpoint, result, None, script.processes, name)
-
-
-def recorded_processes(path: Path) -> int:
-    """Return on how many processes a run was last started; 1 if unknown."""
-    processes = read_record(path).get("processes")
-    return processes if isinstance(processes, int) and processes > 0 else 1
 
 
 def _find_checkpoint(path: Path, step: int) -> Path | None:

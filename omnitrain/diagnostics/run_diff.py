@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from omnitrain.callbacks.trace import TRACE_FILE, TRACED
-from omnitrain.checkpoint.run_record import RUN_FILE, read_starts
+from omnitrain.checkpoint.run_record import read_record
 from omnitrain.core.display import flatten
-from omnitrain.core.errors import CheckpointError, ConfigError, escape_unprintable
+from omnitrain.core.errors import ConfigError, escape_unprintable
 from omnitrain.core.history import read_row
 
 METRICS_FILE = "metrics.jsonl"
@@ -164,12 +164,3 @@ def read_rows(path: Path) -> dict[tuple[int, Any], dict[str, Any]]:
                 continue
             rows[row["step"], row.get("epoch") if row.get("skipped") else row["kind"]] = row
     return rows
-
-
-def read_record(folder: Path) -> dict[str, Any]:
-    """Return the record of the last start of a run; empty if it has none."""
-    try:
-        starts = read_starts(folder / RUN_FILE)
-    except CheckpointError:
-        return {}
-    return starts[-1] if starts else {}

@@ -18,7 +18,7 @@ from rich import filesize
 
 from omnitrain.checkpoint.lookup import check_content, find_checkpoints
 from omnitrain.checkpoint.manifest import read_manifest
-from omnitrain.checkpoint.run_record import RUN_FILE, package_versions, read_starts
+from omnitrain.checkpoint.run_record import RUN_FILE, package_versions, read_record, read_starts
 from omnitrain.core.errors import CheckpointError, ConfigError, escape_unprintable
 from omnitrain.core.events import Callback, TrainerLike
 from omnitrain.core.files import open_regular
@@ -222,19 +222,20 @@ class TrainerDescriber(Callback):
         raise SystemExit(0)
 
 
-def describe_script(words: Sequence[str], timeout: float = 600.0) -> dict[str, Any]:
+def describe_script(words: Sequence[str], processes: int = 1, timeout: float = 600.0) -> dict[str, Any]:
     """Return what `describe_trainer` returns for the first trainer of a script that trains.
 
     The script runs in a process of its own until it begins to train; it writes into a temporary folder.
 
     Args:
         words: The script, or a YAML file as for `omnitrain train`, and its arguments.
+        processes: How many processes run it: as many as the run had, as settings depend on it.
         timeout: Seconds after which it is ended.
 
     Raises:
         ConfigError: If the script did not begin to train.
     """
-    script = Script(words[0], words[1:])
+    script = Script(words[0], words[1:], processes)
     script.check()
     with tempfile.TemporaryDirectory(prefix="omnitrain-") as folder:
         file = Path(folder) / "trainer.json"
@@ -248,6 +249,12 @@ def describe_script(words: Sequence[str], timeout: float = 600.0) -> dict[str, A
                 f"run.\n{outcome.last_lines()}"
             )
         return json.loads(file.read_text())
+
+
+def recorded_processes(path: Path) -> int:
+    """Return on how many processes a run was last started; 1 if unknown."""
+    processes = read_record(path).get("processes")
+    return processes if isinstance(processes, int) and processes > 0 else 1
 
 
 # --- files
