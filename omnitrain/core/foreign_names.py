@@ -69,7 +69,8 @@ ATTRIBUTES: dict[str, str] = _read("""
     val_dataloader val_dataloaders eval_dataloader get_eval_dataloader valid_loader val_loader -> It is `eval_loader`.
     test_dataloader test_dataloaders get_test_dataloader -> It is `test_loader`.
     dataset data data_module datamodule -> They are `train_dataset`, `eval_dataset` and `test_dataset`.
-    save save_pretrained export_for_inference -> Call `save_model(folder)` for the model, `save_checkpoint()` for the
+    to_onnx to_torchscript export_for_inference -> Call `export("model.pt2")`, or `export("model.onnx")`.
+    save save_pretrained -> Call `save_model(folder)` for the model, `save_checkpoint()` for the
         run.
     load load_model load_weights -> Call `load_checkpoint(path)`; `init_from` of the constructor takes weights alone.
     state_dict load_state_dict save_state -> Call `save_checkpoint()` and `load_checkpoint(path)`; the weights are

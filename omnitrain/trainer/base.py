@@ -65,7 +65,7 @@ from omnitrain.core.paths import local_path, run_folder
 from omnitrain.core.progress import Progress
 from omnitrain.core.secrets import mask_secrets, mask_text
 from omnitrain.data.collation import padding_collator
-from omnitrain.data.loaders import close_loaders
+from omnitrain.data.loaders import by_name, close_loaders
 from omnitrain.data.sets import Columns, Sets, is_user_defined
 from omnitrain.data.workers import report_dead_workers
 from omnitrain.distributed.ranks import Ranks
@@ -87,6 +87,7 @@ from omnitrain.optim.schedules import RunLength, Schedule
 from omnitrain.trainer.compilation import Compiled, check_compilable, compile_ahead
 from omnitrain.trainer.default_callbacks import default_callbacks, make_loggers
 from omnitrain.trainer.evaluation import Evaluation, Predictions, metric_direction
+from omnitrain.trainer.exporting import export_model
 from omnitrain.trainer.feed import Feed
 from omnitrain.trainer.hooks import (
     NEVER_CALLED,
@@ -952,6 +953,23 @@ class BaseTrainer(Hooks, ABC):
             return save_model(
                 self.model, folder, overwrite, self._checkpointer.eval_weights.model_tensors(), self.ranks, processors
             )
+
+    @explain_call
+    def export(self, path: str | Path, overwrite: bool = False) -> Path:
+        """Write the model as one file that runs without its code: "model.pt2" by `torch.export`, or "model.onnx".
+
+        It is recorded as evaluations run it, for a batch of any size; a card with inputs, outputs and metrics is
+        written next to it, as `<path>.md`. Needs an evaluation set, or a training set, whose first batch is run.
+
+        Raises:
+            ConfigError: If the path or the model does not fit, or the file exists and `overwrite` is False.
+            MissingExtraError: If ONNX needs a package.
+        """
+        loaders = by_name(self.train_loader if self.eval_loader is None else self.eval_loader)
+        if not loaders:
+            raise ConfigError("export() runs the model on a batch: pass `eval_dataset` to the constructor.")
+        with self._calling("export()", draws=True), isolated_rng(self.device):
+            return export_model(self._evaluation, next(iter(loaders.values())), local_path(path, "path"), overwrite)
 
     @explain_call
     def save_checkpoint(self) -> Path:
