@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
+from omnitrain.arguments import samples_of_step
 from omnitrain.compute.device_runtime import device_runtime
 from omnitrain.core.display import ResultView, Table, create_panels, draw_curve
 from omnitrain.core.duration import Duration, Every
@@ -187,11 +188,13 @@ def plan_run(loop: Loop, device: str | None, ranks: int | None) -> RunPlan:
     measured = _Measured(loop, is_real=device is None)
     with unchanged_run(loop):
         measured.measure()
-    gathered = loop.ranks.gather("what a step takes", (measured.memory, measured.seconds))
-    measured.memory, measured.seconds = (
+    checkpoint = {} if measured.checkpoint is None else {"checkpoint": measured.checkpoint}
+    gathered = loop.ranks.gather("what a step takes", (measured.memory, measured.seconds, checkpoint))
+    measured.memory, measured.seconds, checkpoint = (
         {name: max(of_rank[name] for of_rank in of_ranks) for name in of_ranks[0]}
         for of_ranks in zip(*gathered, strict=True)
     )
+    measured.checkpoint = checkpoint.get("checkpoint")
     size = loop.ranks.world_size if ranks is None else ranks
     return _assemble(loop, measured, size, capacity)
 
@@ -393,7 +396,8 @@ def _assemble(loop: Loop, measured: _Measured, ranks: int, capacity: int | None)
     settings, store = loop.settings, loop.checkpointer.store
     scale = ranks / loop.ranks.world_size
     fixed = isinstance(settings.global_batch_size, int)
-    samples = max(round(measured.samples * (1 if fixed else scale)), 1)
+    local = measured.samples or samples_of_step(settings, loop.ranks.data.size) or 1
+    samples = max(round(local * (1 if fixed else scale)), 1)
     tokens = round(measured.tokens * (1 if fixed else scale))
     seconds = dict(measured.seconds)
     if fixed and seconds:
@@ -405,7 +409,7 @@ def _assemble(loop: Loop, measured: _Measured, ranks: int, capacity: int | None)
     seconds.setdefault("update", 0.0) if "passes" in seconds else None
     step_seconds = sum(seconds[name] for name in ("data", "passes", "update")) if "passes" in seconds else None
     pace = {"ba": 1.0, "sp": float(samples), "tok": float(tokens), "s": step_seconds,
-            "ep": 1 / steps_per_epoch if steps_per_epoch else None}  # fmt: skip
+            "ep": 1 / steps_per_epoch if steps_per_epoch else samples / epoch_size if epoch_size else None}  # fmt: skip
     totals = [
         math.ceil(float(limit.exact) / unit - 1e-9) for limit in trainer.limits.durations if (unit := pace[limit.unit])
     ]

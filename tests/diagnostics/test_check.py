@@ -16,7 +16,7 @@ from recipes import rows, same, t16, trainer_on_cpu, weights
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from omnitrain import Callback, ConfigError, EvalSet, Trainer
+from omnitrain import EMA, SAM, Callback, ConfigError, EvalSet, GradualUnfreezing, MixUp, Trainer
 
 
 class Heard(Callback):
@@ -32,12 +32,13 @@ class Heard(Callback):
         self.events.append("start")
 
 
-def noisy_trainer(kind: Any, folder: Path) -> Any:
-    return trainer_on_cpu(
-        kind, retentive.Noisy(), retentive.Drawn(40), eval_dataset=retentive.Drawn(8), loss_fn=nn.CrossEntropyLoss(),
-        data_collator=retentive.collate, batch_size=8, learning_rate=1e-2, epochs=2, lr_scheduler="cosine",
-        save_dir=folder, warmup_steps=2, callbacks=[Heard()],
-    )  # fmt: skip
+def noisy_trainer(kind: Any, folder: Path, **options: Any) -> Any:
+    defaults = {
+        "data_collator": retentive.collate, "batch_size": 8, "learning_rate": 1e-2, "epochs": 2, "warmup_steps": 2,
+        "lr_scheduler": "cosine", "loss_fn": nn.CrossEntropyLoss(), "save_dir": folder, "callbacks": [Heard()],
+    }  # fmt: skip
+    data = retentive.Drawn(40)
+    return trainer_on_cpu(kind, retentive.Noisy(), data, eval_dataset=retentive.Drawn(8), **{**defaults, **options})
 
 
 def state_of(trainer: Any) -> dict[str, Any]:
@@ -72,6 +73,36 @@ def test_check_and_plan_leave_no_trace(trainer_class: Any, tmp_path: Path) -> No
             after = state_of(trainer)
             assert same(before.pop("weights"), after.pop("weights")) and before == after
             assert not list(tmp_path.glob("True/*")) and not trainer._callbacks[0].events
+        metrics = trainer.train()
+        ends.append((weights(trainer.get_model()), metrics["train_metrics_history"], metrics["valid"]))
+    assert same(ends[0][0], ends[1][0]) and ends[0][1:] == ends[1][1:]
+
+
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "averages": lambda: {"algorithms": [EMA(0.9)]},
+    "mixing": lambda: {"algorithms": [MixUp(3, alpha=1.0)]},
+    "unfreezing": lambda: {"algorithms": [GradualUnfreezing(0.5), SAM(0.1)]},
+    "closure": lambda: {
+        "optimizer": "torch.optim.LBFGS",
+        "max_grad_norm": None,
+        "lr_scheduler": None,
+        "warmup_steps": 0,
+    },
+    "microbatches": lambda: {"microbatch_size": 3, "gradient_accumulation_steps": 2},
+}
+
+
+@pytest.mark.parametrize("kind", [*OPTIONS, pytest.param("workers", marks=pytest.mark.processes)])
+def test_check_and_plan_leave_options_unchanged(kind: str, tmp_path: Path) -> None:
+    """Algorithms, optimizers with a closure, micro-batches and workers work as without them."""
+    ends = []
+    for checks in (False, True):
+        retentive.COLLATING.manual_seed(3)
+        options = OPTIONS[kind]() if kind in OPTIONS else {"num_workers": 1, "data_collator": None}
+        trainer = noisy_trainer(Trainer, tmp_path / str(checks), **options)
+        if checks:
+            trainer.check()
+            trainer.plan()
         metrics = trainer.train()
         ends.append((weights(trainer.get_model()), metrics["train_metrics_history"], metrics["valid"]))
     assert same(ends[0][0], ends[1][0]) and ends[0][1:] == ends[1][1:]
