@@ -34,6 +34,7 @@ ALGORITHMS: dict[str, Any] = {
     "MagnitudePruning": lambda: omnitrain.MagnitudePruning(0.5, end=3, every=1),
     "StochasticDepth": lambda: omnitrain.StochasticDepth(["2"], 0.5),
     "StraightThrough": lambda: omnitrain.StraightThrough(torch.round),
+    "SpikeGuard": lambda: omnitrain.SpikeGuard(0.2, 8, "skip"),
     "SAM": lambda: omnitrain.SAM(0.5),
 }
 CHANGE_LABELS = ("LabelSmoothing", "MixUp")

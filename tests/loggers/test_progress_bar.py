@@ -25,14 +25,15 @@ ESCAPES = r"\x1b\[[0-9;?]*[a-zA-Z]"
 
 def make_trainer(total: int = 60, step: int = 0, **changes: Any) -> Any:
     config = {
-        "model": "torch.nn.Linear", "autocast": "fp32", "batch_size": 3, "global_batch_size": 3, "save_steps": None,
+        "model": "torch.nn.Linear", "autocast": "fp32", "batch_size": 3, "global_batch_size": 3,
         "gradient_accumulation_steps": 1, "samples_per_epoch": 30, "lr_scheduler": None, "optimizer": "torch.optim.SGD",
     }  # fmt: skip
     model = torch.nn.Linear(1, 1)
     trainer = SimpleNamespace(
         progress=Progress(epoch_size=30, step=step), is_main_process=True, total_steps=total,
         limits=Limits(max_steps=total), settings=SimpleNamespace(
-            callbacks=(), patience=None, early_stopper=None, save_only_model=False, lr_scheduler=None
+            callbacks=(), patience=None, early_stopper=None, save_only_model=False, save_steps=None,
+            lr_scheduler=None,
         ),
         lifecycle=SimpleNamespace(
             improved=False, saved_path=None, resumed_from=None, trained_before=0, signal=0, is_closing=False,
