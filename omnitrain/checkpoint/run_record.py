@@ -317,7 +317,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     """Return the record of the last start of a run; empty if it has none."""
     try:
         starts = read_starts(folder / RUN_FILE)
-    except CheckpointError:
+    except (CheckpointError, OSError):  # it is damaged, or in no folder
         return {}
     return starts[-1] if starts else {}
 
