@@ -7,6 +7,7 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def run_forked(
 
 
 @pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("drills")))
     assert Trainer and torch._dynamo  # imported here by their first use, not in each of the forked processes
     monkeypatch.setattr(Script, "run", run_forked)
     monkeypatch.setattr(drills, "_STANDSTILL_SECONDS", 0.0)
