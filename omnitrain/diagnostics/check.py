@@ -133,8 +133,8 @@ def check_run(loop: Loop, samples: int, seconds: float) -> CheckResult:
 
     def add(name: str, check: Callable[[], Outcome]) -> None:
         try:
-            outcomes[name], found_here = check()
-            findings.extend(found_here)
+            outcomes[name], entries = check()
+            findings.extend(entries)
         except NotTried as reason:
             outcomes[name] = f"not tried: {reason}"
         except Exception as error:
@@ -152,15 +152,15 @@ def check_run(loop: Loop, samples: int, seconds: float) -> CheckResult:
             if problem is not None or probe is None:
                 reason = "its own `_train_epoch` computes the loss" if loop.has_custom_epoch else "the batch fails"
                 outcomes[name] = f"not tried: {reason}"
-            elif probe.is_sharded and name != "loss":
-                outcomes[name] = "not tried: the weights are sharded over the ranks"
+            elif probe.is_collective and name != "loss":
+                outcomes[name] = "not tried: ranks wait for each other in a pass"
             else:
                 add(name, functools.partial(check, probe))
         if sample is not None:
             classes = None if probe is None else probe.classes
-            for name, entries in describe_data(sample, classes).items():
-                outcomes[name] = entries[0]
-                findings += [CheckFinding(*entry) for entry in entries[1]]
+            for name, (outcome, entries) in describe_data(sample, classes).items():
+                outcomes[name] = outcome
+                findings += [CheckFinding(*entry) for entry in entries]
     gathered = ranks.gather("the findings of check()", (outcomes, [asdict(finding) for finding in findings]))
     unique = {
         (entry["check"], entry["where"]): CheckFinding(**entry)
@@ -193,8 +193,9 @@ class _BatchProbe:
         self.trainer: Any = loop.trainer
         self.backend = loop.trainer.backend
         self.model: nn.Module = self.backend.model
-        self.is_sharded: bool = self.backend.forward_is_collective
-        self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        synchronizes = any(isinstance(module, nn.SyncBatchNorm) for module in self.model.modules())
+        self.is_collective: bool = self.backend.forward_is_collective or (synchronizes and loop.ranks.world_size > 1)
+        """Whether ranks wait for each other in a pass, so that none may run one more than the others."""
         self.full_batch = batch
         self.seconds = seconds
         self.share = 1.0
@@ -226,7 +227,7 @@ class _BatchProbe:
             hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
         try:
             self.batch = transformed(self.loop, self.full_batch, prepares=True)
-            if self.is_sharded:
+            if self.is_collective:
                 with self.backend.eval_mode(self.trainer.settings.seed), self.autocast():
                     self.output = self.backend.forward(self.trainer._forward, self.batch)
                 self.loss = float(self.output.required_loss())
@@ -238,7 +239,7 @@ class _BatchProbe:
                     self.gradients = self.gradients_of(loss)
                 self.silent = {name for name, word in activations.items() if word}
         except Exception as error:
-            if self.loop.ranks.world_size > 1 and self.is_sharded:
+            if self.loop.ranks.world_size > 1 and self.is_collective:
                 raise
             where, detail = "the first batch", ""
             if path:
@@ -287,6 +288,10 @@ class _BatchProbe:
         with self.backend.eval_mode(self.trainer.settings.seed), self.repeatable(), self.autocast():
             output = self.trainer._forward(self.model, batch)
         return (math.nan if output.loss is None else float(output.loss)), output.outputs
+
+    def is_any(self, flag: bool) -> bool:
+        """Return whether something is true on any rank; called on all of them."""
+        return self.loop.ranks.sum("a step of check()", float(flag))[0] > 0
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that train, by name."""
@@ -491,7 +496,8 @@ def _check_overfitting(probe: _BatchProbe, steps: int = 30) -> Outcome:
                 if number and value < best:
                     best, rate_used = value, rate
                 taken_steps = max(taken_steps, number)
-                if not math.isfinite(value) or time.perf_counter() - begin > seconds:
+                # together, as a loss may gather the outputs of all ranks
+                if probe.is_any(not math.isfinite(value) or time.perf_counter() - begin > seconds):
                     break
                 if any(gradient is not None and gradient.is_sparse for gradient in gradients.values()):
                     raise NotTried("gradients are sparse")
@@ -500,7 +506,8 @@ def _check_overfitting(probe: _BatchProbe, steps: int = 30) -> Outcome:
                 optimizer.step()
                 for parameter in parameters:
                     parameter.grad = None
-        if start - best > 0.1 * max(abs(start), 1e-6) or time.perf_counter() - begin > seconds:
+        has_fallen = start - best > 0.1 * max(abs(start), 1e-6)
+        if not probe.is_any(not has_fallen) or probe.is_any(time.perf_counter() - begin > seconds):
             break
     dead = {name: word for name, word in silent.items() if word and name in probe.silent}
     for name, word in dead.items():
@@ -519,6 +526,8 @@ def _check_overfitting(probe: _BatchProbe, steps: int = 30) -> Outcome:
     text = f"{start:.4g} to {best:.4g} in {taken_steps} updates of one batch"
     if abs(start) < 1e-6 or (start - best) > _LEAST_FALL * max(abs(start), 1e-6):
         return f"{text} at a rate of {rate_used:g}", findings
+    if taken_steps < steps - 1:
+        return f"{text}, too few to tell", findings
     findings.append(CheckFinding(
         "warning", "overfitting", "the first batch",
         f"{taken_steps} updates by Adam on {count_rows(probe.batch)} of its samples take the loss from {start:.4g} to "
@@ -857,8 +866,8 @@ def _check_time(probe: _BatchProbe) -> Outcome:
         step_times = list[float]()
         for _ in range(2):
             began = time.perf_counter()
-            sum(_values(gradient).sum().item() for gradient in probe.gradients_of(probe.run(probe.batch)).values()
-                if gradient is not None)  # fmt: skip  # waits for the device
+            gradients = probe.gradients_of(probe.run(probe.batch))
+            next((_is_zero(gradient) for gradient in gradients.values()), None)  # waits for the device
             step_times.append(time.perf_counter() - began)
     read, passes = min(data_times) / workers, min(step_times) / probe.share
     text = f"{read * 1e3:.1f} ms to read a batch, {passes * 1e3:.1f} ms for its passes"
