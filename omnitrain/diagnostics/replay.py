@@ -89,12 +89,13 @@ class Replay:
             lines.append(f"the same as in the run, to the bit: {', '.join(self.same)}")
         if self.differs:
             lines.append(f"not as in the run: {', '.join(self.differs)}")
-        names: Sequence[Any] = self.samples or range(len(self.losses))
+        are_samples = len(self.samples) == len(self.losses)
+        names: Sequence[Any] = self.samples if are_samples else range(len(self.losses))
         largest = sorted(zip(self.grad_norms, self.losses, names, strict=False), reverse=True)
         rows = [[str(name), f"{loss:.6g}", f"{norm:.6g}"] for norm, loss, name in largest[:_SHOWN]]
         below = [f"and {len(largest) - _SHOWN} samples with smaller gradients"] if len(largest) > _SHOWN else []
         below += [f"note: {note}" for note in self.notes]
-        titles = ["sample" if self.samples else "row", "loss", "gradient"]
+        titles = ["sample" if are_samples else "row", "loss", "gradient"]
         return str(Table(titles, rows, above=lines, below=below))
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from recipes import rows, small_trainer, t16
 from torch import nn
+from torch.utils.data import default_collate
 
 import omnitrain
 from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, Trace
@@ -130,6 +131,20 @@ def pairs_only(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     if len(outputs) == 1:
         raise ValueError("a pair is needed")
     return (outputs[0] - outputs[1]).square().mean()
+
+
+def two_rows(samples: list[Any]) -> Any:
+    x, y = default_collate(samples)
+    return x.repeat(2, 1), y.repeat(2, 1)
+
+
+def test_replay_numbers_rows_that_are_no_samples(tmp_path: Path) -> None:
+    make(tmp_path / "a", data_collator=two_rows).train()
+    result = omnitrain.replay(tmp_path / "a", 2, lambda: make(tmp_path / "a", data_collator=two_rows))
+    assert (
+        result.ok and (len(result.samples), len(result.losses)) == (4, 8) and "4 samples are 8 rows" in result.notes[0]
+    )
+    assert str(result).splitlines()[2].split() == ["row", "loss", "gradient"]
 
 
 def test_replay_says_why_samples_have_no_loss(tmp_path: Path) -> None:
