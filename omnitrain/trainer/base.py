@@ -969,6 +969,8 @@ class BaseTrainer(Hooks, ABC):
         if not loaders:
             raise ConfigError("export() runs the model on a batch: pass `eval_dataset` to the constructor.")
         with self._calling("export()", draws=True), isolated_rng(self.device):
+            if overrides.is_active():
+                path, overwrite = overrides.override_model_folder(path), True
             return export_model(self._evaluation, next(iter(loaders.values())), local_path(path, "path"), overwrite)
 
     @explain_call

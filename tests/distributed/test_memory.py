@@ -15,7 +15,7 @@ import torchmetrics
 from backends import Jobs, asked_for, launch_all, make_trainer, named, tensors_of
 from forking import current_rank
 from marks import thinned
-from recipes import Starving, fit, rows, same
+from recipes import Starving, fit, no_room, rows, same
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -70,6 +70,36 @@ def choose(backend: str) -> dict[str, Any]:
     data = rows(16, torch.float32)
     make_trainer(backend, Starving().float(), data, loss_fn=F.mse_loss, microbatch_size="auto")
     return {}
+
+
+class ShortInEvaluation(nn.Module):
+    """A model that has room for few rows in the evaluations of the second process."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.room = nn.Linear(4, 1).double(), room
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training and len(x) > self.room and current_rank() == 1:
+            raise no_room()
+        return self.layer(x)
+
+
+def first_and_mean(y_true: Any, y_pred: Any) -> dict[str, float]:
+    return {"first": float(y_pred[0, 0]), "last": float(y_pred[-1, 0]), "error": float(abs(y_true - y_pred).mean())}
+
+
+def evaluate_in_parts(backend: str) -> dict[str, Any]:
+    """Evaluate with room for all rows, and where the second process has room for two only."""
+    results: dict[str, Any] = {}
+    for room in (1000, 2):
+        trainer = make_trainer(
+            backend, ShortInEvaluation(room), None, eval_dataset=rows(15), loss_fn=F.mse_loss, eval_batch_size=5,
+            compute_metrics=["mae", first_and_mean], microbatch_size="auto",
+        )  # fmt: skip
+        results[str(room)] = [trainer.evaluate(), trainer.predict(rows(15)).predictions.tolist()]
+    return results
 
 
 def synchronize(backend: str) -> dict[str, Any]:
@@ -219,6 +249,7 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
         jobs.add(f"hold-{name}", "ddp", hold, call=call, by_states=name == "states")
     for name, backend, _ in sorted(asked_for(request, "name", "backend", "words")):
         jobs.add(f"{name}-{backend}", backend, {"choose": choose, "synchronize": synchronize}[name])
+    jobs.add("evaluate_in_parts-ddp", "ddp", evaluate_in_parts)
     jobs.add("give_up-ddp", "ddp", give_up)  # the last, as it ends the launch
     return launch_all(jobs, folder)
 
@@ -252,6 +283,14 @@ def test_auto_size_is_an_error_where_ranks_forward_together(
 ) -> None:  # fmt: skip
     for rank in results[f"{name}-{backend}"]:
         assert rank["error"] == "ConfigError" and words in rank["message"]
+
+
+def test_oom_of_an_evaluation_on_one_rank_halves_its_batches(results: Any) -> None:
+    for rank in results["evaluate_in_parts-ddp"]:
+        assert "error" not in rank, rank
+        (metrics, predictions), (expected, arrays) = rank["2"], rank["1000"]
+        assert metrics == pytest.approx(expected, rel=1e-12)
+        torch.testing.assert_close(torch.tensor(predictions), torch.tensor(arrays), rtol=1e-12, atol=1e-12)
 
 
 def test_row_that_does_not_fit_on_one_rank_ends_both(results: Any) -> None:
