@@ -298,14 +298,12 @@ class BaseTrainer(Hooks, ABC):
             label_names: Keys of the labels in a dict batch; several give a tuple, None tries the usual names.
             optimization_metric: The metric that decides which evaluation is best; default "loss".
             optimization_direction: "max" or "min"; None infers it from the metric, or raises an error.
-            patience: Stop after this many evaluations in a row without a gain, or at the first one that comes so long
-                after the last gain, such as "2ep" or "1h"; None and -1 never stop.
+            patience: Stop after so many evaluations without a gain, or so long after one, "2ep"; None and -1 never.
             delta: A gain must be larger than this to count for `patience`; default 0.
             early_stopper: Called as `f(step, score)` after each evaluation; True ends the run.
             preprocess_logits_for_metrics: Called as f(logits, labels) in evaluations; metrics get its result.
             sanity: Whether to run and score one batch of each evaluation set before step 1, to find errors early.
-            eval_steps: Steps between evaluations, a duration such as "0.5ep" or "500ba after 2ep", a function of the
-                progress, or a list of these; None evaluates after each epoch.
+            eval_steps: Steps between evaluations, "0.5ep", "500ba after 2ep", a function or a list; None is each epoch.
             eval_on_start: Whether to evaluate before the first step; default False.
             save_steps: Steps between checkpoints, as `eval_steps`; None saves after each epoch, if `save_dir` is set.
             log_steps: Steps between logs, as `eval_steps`; default 10.
@@ -316,8 +314,7 @@ class BaseTrainer(Hooks, ABC):
             load_best_at_end: Whether to end with the best weights; None does so with an evaluation set.
             overwrite: Whether a fresh run may replace the checkpoints in `save_dir`; default False.
             save_required: Whether a failing disk ends the run; by default it is reported, and the run continues.
-            save_only_model: Whether to save only the weights, from which no run can resume; "all_but_last" reduces all
-                checkpoints but the newest to them. Default False.
+            save_only_model: Whether to save weights only, without resume; "all_but_last" keeps the newest whole.
             save_frozen: Whether to save weights that are not trained; None leaves them out if there are PEFT adapters.
             async_save: Whether to write checkpoints in the background; default False.
             consolidate: Whether checkpoints hold sharded weights put together; None does so up to 5 GB of them.
