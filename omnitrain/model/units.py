@@ -125,6 +125,8 @@ def _detached(value: Any) -> Any:
 class TrainUnit(Protocol[Batch]):
     """A user's own forward pass: `unit(batch)` returns a mean loss, or (sum of losses, number of targets).
 
+    A unit with two required arguments is called as `unit(model, batch)`, and so is its `evaluate`.
+
     The loss can be a dict of losses, as for `loss_fn`. A unit can also return a `StepOutput`, with training metrics.
 
     If it has a method `set_step_nr(step)`, that is called before each step, counted from 1.
@@ -375,8 +377,8 @@ def run_unit(unit: Any, model: Any, batch: Any) -> StepOutput:
     if isinstance(unit, ModelUnit):
         return unit(model, batch)
     if not torch.is_grad_enabled() and hasattr(unit, "evaluate"):
-        return unit.evaluate(batch)
-    result = unit(batch)
+        return unit.evaluate(model, batch) if _takes_model(unit.evaluate) else unit.evaluate(batch)
+    result = unit(model, batch) if _takes_model(unit) else unit(batch)
     if isinstance(result, StepOutput):
         return result
     output, num_targets = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
@@ -392,6 +394,16 @@ def run_unit(unit: Any, model: Any, batch: Any) -> StepOutput:
         )
     loss = loss.reshape(()) if loss.ndim else loss
     return StepOutput(loss, labels=get_labels(batch), num_targets=num_targets, metrics=metrics)
+
+
+def _takes_model(unit: Any) -> bool:
+    """Return whether a unit, or a method of it, has two required positional arguments, the model and the batch."""
+    is_function = inspect.isfunction(unit)
+    call: Any = unit if is_function else getattr(unit, "__func__", None)
+    if call is None:
+        call = getattr(type(unit), "forward" if isinstance(unit, nn.Module) else "__call__", None)
+    code = getattr(call, "__code__", None)  # a signature would cost microseconds in each step
+    return code is not None and code.co_argcount - len(call.__defaults__ or ()) == (2 if is_function else 3)
 
 
 def count_as_sum(output: StepOutput, weight: float) -> None:

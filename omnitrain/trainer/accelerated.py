@@ -203,7 +203,7 @@ class AccelerateTrainer(BaseTrainer):
             param_groups: Options by names of parameters: [{"match": "bias|norm", "weight_decay": 0}, ...].
             freeze: Regular expressions; parameters in whose names one of them is found do not train.
             loss_fn: Called as `loss_fn(outputs, labels)`; None takes the loss from what the model returns.
-            unit: Called as `unit(batch)`; returns the loss, or (sum of losses, number of targets).
+            unit: Called as `unit(batch)` or `unit(model, batch)`; returns the loss, or (sum of losses, targets).
             compute_metrics: Names of metrics, a function, a torchmetrics metric, or a list of these.
             label_names: Keys of the labels in a dict batch; several give a tuple, None tries the usual names.
             optimization_metric: The metric that decides which evaluation is best; default "loss".

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from marks import TRAINERS
+from recipes import rows, t16
 from tiny import bert, gpt, llama, t5
 from torch import Tensor, nn
 from transformers import BatchEncoding, BertForMaskedLM, BertForTokenClassification, TrainingArguments
@@ -542,3 +544,28 @@ def test_unit_is_moved_to_the_device_of_the_trainer(trainer_class: Any, monkeypa
     monkeypatch.setattr(unit.losses["ce"], "to", lambda device: moved.append(device))
     trainer = trainer_class(model, (X, Y), unit=unit, epochs=1, progress_bar=False)
     assert moved == [trainer.device]
+
+
+def error_of(model: Any, batch: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+class ModelTakingUnit(nn.Module):
+    """Its method for evaluations takes the model, too; arguments with defaults do not count."""
+
+    def forward(self, model: Any, batch: Any, scale: float = 1.0) -> torch.Tensor:
+        return error_of(model, batch) * scale
+
+    def evaluate(self, model: Any, batch: Any) -> StepOutput:
+        return StepOutput(error_of(model, batch), model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_unit_with_two_arguments_gets_the_model(name: str) -> None:
+    weights = []
+    for options in ({"loss_fn": nn.functional.mse_loss}, {"unit": error_of}, {"unit": ModelTakingUnit()}):
+        trainer = TRAINERS[name](t16(), rows(16), rows(4), learning_rate=0.1, batch_size=4, epochs=1, **options)
+        trainer.train()
+        weights.append([*trainer.model.parameters()])
+    for others in weights[1:]:
+        assert all(map(torch.equal, weights[0], others))
