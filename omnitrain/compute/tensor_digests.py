@@ -49,12 +49,15 @@ def _factors(count: int, seed: int, device: torch.device) -> torch.Tensor:
 def to_words(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor, in row-major order, as int64; the last word is filled up with zeros."""
     flat = tensor.detach()
-    flat = (flat.to_dense() if flat.is_sparse else flat.resolve_conj().resolve_neg()).reshape(-1)
-    size = flat.element_size()
-    if flat.numel() * size % 8:
+    if flat.is_sparse:
+        flat = flat.to_dense()
+    elif flat.is_conj() or flat.is_neg():
+        flat = flat.resolve_conj().resolve_neg()
+    flat = flat.reshape(-1)
+    if flat.nbytes % 8:
         octets = flat.view(torch.uint8)
         flat = torch.cat([octets, octets.new_zeros(-len(octets) % 8)])
-    elif flat.storage_offset() * size % 8 or flat.data_ptr() % 8:
+    elif flat.data_ptr() % 8:
         flat = flat.clone()
     return flat.view(torch.int64)
 
