@@ -177,11 +177,18 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.processes
-def test_replay_and_verify_take_a_script(script: str, capsys: Any) -> None:
+def test_replay_takes_a_script(script: str, capsys: Any) -> None:
     before = content(Path())
     assert main(["replay", "run", "--step", "5", "--json", script]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["checkpoint"] == "checkpoint-3" and len(result["losses"]) == 4 and len(result["same"]) == 7
+    assert content(Path()) == before
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_verify_takes_a_script(script: str, capsys: Any) -> None:
+    before = content(Path())
     assert main(["verify", "run", "--data", script, "--rate", "0.1"]) == 1
     out = capsys.readouterr().out
     assert "changed  setting learning_rate: was 0.05, is 0.1" in out and "same     data train_dataset" in out
