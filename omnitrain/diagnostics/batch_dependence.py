@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from omnitrain.core.errors import DataError
 from omnitrain.core.events import find_overrides
 from omnitrain.data.collation import DictBatch, count_samples, split_batch
 from omnitrain.data.loaders import MapLoader
@@ -118,7 +119,10 @@ class BatchProbe:
             is_sum = output.num_targets is not None
             total += float(output.required_loss()) * (1 if is_sum else weight)
             weights += float(output.num_targets) if is_sum else weight
-        return total / weights if weights else math.nan
+        loss = total / weights if weights else math.nan
+        if not math.isfinite(loss):  # which equals nothing, so that it would seem to depend on everything
+            raise DataError(f"The loss of the first samples is {loss}.")
+        return loss
 
     def _has_equal_outputs(self) -> bool:
         """Whether the outputs of the samples in one batch are those of the samples in parts."""

@@ -308,6 +308,15 @@ class _Comparison:
                 f"ended at its time limit of {self._timeout:g} s" if outcome.timed_out else _last_error(outcome)
             )
             return run
+        changes = {
+            "trainer": overrides.get("trainer", base.content["trainer"]), "processes": launch[0],
+            "batch_size": batch_size,
+        }  # fmt: skip
+        ignored = [f"{name} {record.content[name]!r}, not {value!r}" for name, value in changes.items()
+                   if record.content[name] != value]  # fmt: skip
+        if ignored:  # such as a class of the script's own: its numbers would be equal, and say nothing
+            run.reason = f"it ran with {', '.join(ignored)}, as the script's own class or loader cannot be replaced"
+            return run
         if record.values("samples") != base.values("samples"):
             counts = [[int(count) for count in part.values("samples")] for part in (record, base)]
             run.reason = f"its steps have other samples: {counts[0]} instead of {counts[1]}"
@@ -370,7 +379,8 @@ def _compare(run: Run, record: _Record, base: _Record) -> Run:
     if not run.loss and not run.grad_norm and not run.weights:
         run.size = "bits"
     else:
-        run.size = "rounding" if run.first <= least and largest <= least * _GROWTH else "different"
+        is_rounding = run.first <= least and largest <= least * _GROWTH and math.isfinite(run.weights)
+        run.size = "rounding" if is_rounding else "different"
     return run
 
 
@@ -386,7 +396,10 @@ def _difference(a: torch.Tensor | None, b: torch.Tensor) -> float:
     if not b.numel() or torch.equal(a, b):
         return 0.0
     a, b = a.double(), b.double()
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
+    if torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
+        return 0.0
+    difference = float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
+    return difference if math.isfinite(difference) else math.inf
 
 
 def _last_error(outcome: Outcome) -> str:

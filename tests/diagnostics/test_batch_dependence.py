@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from recipes import rows
 from torch import nn
 from torch.utils.data import Dataset
 
-from omnitrain import Algorithm, MixUp, Trainer
+from omnitrain import Algorithm, DataError, MixUp, Trainer
 from omnitrain.diagnostics.batch_dependence import BatchProbe
 
 
@@ -111,6 +112,12 @@ def test_reason_is_named(model: nn.Module, options: dict[str, Any], expected: li
     reasons = find(model, **options)
     assert len(reasons) == len(expected)
     assert all(reason.startswith(text) for reason, text in zip(reasons, expected, strict=True)), reasons
+
+
+def test_loss_that_is_not_finite_is_no_reason() -> None:
+    """NaN is not equal to itself, which would excuse every difference."""
+    with pytest.raises(DataError, match="The loss of the first samples is nan"):
+        find(layers(), loss_fn=lambda outputs, labels: F.mse_loss(outputs, labels) * math.nan)
 
 
 def test_unmasked_padding_is_named() -> None:

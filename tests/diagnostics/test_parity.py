@@ -63,14 +63,19 @@ def record(losses: list[float], weight: float = 1.0, **content: Any) -> parity._
 def fake(monkeypatch: pytest.MonkeyPatch, script: str) -> Any:
     """Compare a script whose runs have these records by title; the others have that of the script as it is."""
 
-    def compare(records: dict[str, Any], **options: Any) -> parity.Parity:
+    def compare(records: dict[str, Any], ignores_changes: bool = False, **options: Any) -> parity.Parity:
         asked: dict[str, Any] = {}
 
         def find(self: Any, title: str, overrides: Any, probes: bool = False, launch: Any = (1, [])) -> Any:
             asked[title] = overrides, launch
             output = Path(script).with_name("output.log")
             output.write_text("Traceback\nomnitrain.core.errors.DataError: It cannot be split.\nWhere: step 1\n")
-            return records.get(title, records["as it is"]), Outcome(1, 0.0, output)
+            run, base = records.get(title, records["as it is"]), records["as it is"]
+            if run is not None and not ignores_changes:
+                content = {"trainer": overrides.get("trainer", base.content["trainer"]), "processes": launch[0]}
+                content["batch_size"] = overrides.get("arguments", {}).get("batch_size", base.content["batch_size"])
+                run = parity._Record({**run.content, **content}, run.weights)
+            return run, Outcome(1, 0.0, output)
 
         monkeypatch.setattr(parity._Comparison, "_record", find)
         result = compare_backends(Script(script), **options)
@@ -84,6 +89,21 @@ def test_equal_numbers_are_bits(fake: Any) -> None:
     result = fake({"as it is": record([3.0, 2.0])}, backends=["native", "hf", "ddp"])
     assert [(run.name, run.size) for run in result.runs] == [("again", "bits"), ("hf", "bits"), ("ddp x 2", "bits")]
     assert result.ok
+
+
+def test_class_that_is_not_replaced_is_not_compared(fake: Any) -> None:
+    """As a subclass in the script: it would be equal to itself."""
+    base = record([3.0], trainer="Custom")
+    with pytest.raises(ConfigError, match="hf: it ran with trainer 'Custom', not 'HFTrainer'"):
+        fake({"as it is": base}, ignores_changes=True, backends=["hf"])
+    with pytest.raises(ConfigError, match="ddp x 2: it ran with processes 1, not 2, batch_size 16, not 8"):
+        fake({"as it is": base}, ignores_changes=True, backends=["ddp"])
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_different(fake: Any, weight: float) -> None:
+    result = fake({"as it is": record([3.0]), "hf": record([3.0], weight)}, backends=["hf"])
+    assert not result.ok and result.runs[1].size == "different"
 
 
 def test_small_differences_are_rounding(fake: Any) -> None:
