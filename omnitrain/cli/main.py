@@ -541,7 +541,8 @@ def _drill(args: argparse.Namespace) -> int:
             print(line, flush=True)
 
     script = Script(args.script, args.arguments, args.processes)
-    result = drill(script, args.kills, args.signals.split(","), args.seed, timeout=args.timeout, report=report)
+    with _untried_as_config_error():
+        result = drill(script, args.kills, args.signals.split(","), args.seed, timeout=args.timeout, report=report)
     print(result.to_json() if args.is_json else result.verdict())
     if args.picture is not None:
         path = result.plot(args.picture)

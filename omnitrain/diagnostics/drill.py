@@ -243,7 +243,8 @@ def drill(
         report: Called with each line as soon as it is known.
 
     Raises:
-        ConfigError: If the script cannot be tried: it fails by itself, uses no trainer of omnitrain, or saves no state.
+        ConfigError: If the script cannot be tried: it fails by itself, uses no trainer of omnitrain, or saves no state;
+            or if no interruption came after a checkpoint.
     """
     script.check()
     signals = list(signals)
@@ -297,6 +298,11 @@ class _Driver:
         suspects: list[str] = []
         if not difference:
             difference, parts = compare(undisturbed, disturbed)
+        if not difference and not any(start.resumed_at for start in starts):
+            raise ConfigError(
+                "Nothing was resumed: no interruption came after a checkpoint. Try more `--kills`, another `--seed`, "
+                "or save more often."
+            )
         is_deterministic = None
         if difference and parts:
             self._report("the runs differ: once more undisturbed, to see whether the script itself does")
@@ -370,7 +376,10 @@ class _Driver:
             )  # fmt: skip
             record, start = Record.read(folder), Start(place, outcome)
             self._note_resumption(starts, before, record)
-            hits = record.events("interruption")[len(before.events("interruption")) :]
+            hits = [
+                row for rank in record.rows
+                for row in record.events("interruption", rank=rank)[len(before.events("interruption", rank=rank)) :]
+            ]  # fmt: skip
             if hits:
                 start.step = hits[0]["step"]
             starts.append(start)
@@ -409,6 +418,7 @@ def plan_interruptions(
     }
     if save_steps is not None:
         places["save"] += [(run, step, 8) for run, step in steps if step % save_steps == 0]
+    first_saves = {run: min((row[1] for row in places["save"] if row[0] == run), default=math.inf) for run in runs}
     phases = [phase for phase in PHASES if places[phase]]
     chosen: list[Interruption] = []
     for number in range(kills):
@@ -418,7 +428,9 @@ def plan_interruptions(
             order = chance.sample(list(signals), len(signals))
         signal = order[number % len(signals)]
         phase = "save" if signal == "disk" else phases[number % len(phases)]  # each run saves at its end
-        run, step, count = chance.choice(places[phase])
+        # the last one after a checkpoint, or nothing might be resumed
+        later = [] if number < kills - 1 else [place for place in places[phase] if place[1] > first_saves[place[0]]]
+        run, step, count = chance.choice(later or places[phase])
         ranks = None if processes == 1 or number % 2 else [chance.randrange(processes)]
         if phase in ("save", "evaluation") and ranks is not None:
             ranks = [0]  # which has a part in each
@@ -462,7 +474,7 @@ def compare(expected: Record, actual: Record, ignored: Collection[str] = frozens
         actual: The record of the other.
         ignored: Names of values in `metrics.jsonl` and in the history that are not compared.
     """
-    parts = dict.fromkeys(_PARTS, True)
+    parts = dict.fromkeys(_recorded_parts(expected), True)
     texts = [*_compare_ends(expected, actual, parts, ignored), *_compare_metrics(expected, actual, parts, ignored)]
     since = _first_step(expected, actual)
     if since and not texts:
@@ -536,8 +548,19 @@ def _compare_ends(expected: Record, actual: Record, parts: dict[str, bool], igno
                 tables = [_comparable(end["history"].get(name), ignored) for end in (left, right)]
                 if name not in ignored and tables[0] != tables[1]:
                     parts["best" if "best" in name else "history"] = False
-    if unequal := [name for name in _PARTS if not parts[name]]:
+    if unequal := [name for name in _PARTS if not parts.get(name, True)]:
         yield f"at the end: other {', '.join(unequal)}"
+
+
+def _recorded_parts(record: Record) -> list[str]:
+    """Return the parts of the outcome that a run has, so that no other is called equal."""
+    ends = record.events("end", rank="0")
+    exists = {
+        "schedule": any(end["values"].get("scheduler", "null") != "null" for end in ends),
+        "metrics.jsonl": any(record.metrics.values()),
+        "best": any("best" in name and value is not None for end in ends for name, value in end["history"].items()),
+    }
+    return [name for name in _PARTS if exists.get(name, True)]
 
 
 def _part_of(name: str) -> str:

@@ -148,6 +148,33 @@ def test_drill_supplies_what_a_script_lacks(fault: str, note: str, tmp_path: Pat
         assert [*result.losses] == ["run-1", "run-2", "run-3", "run-3.2", "run-3.3"]
 
 
+def test_drill_that_resumes_nothing_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before the first checkpoint, so that the run starts afresh."""
+    place = {"run": "run-1", "step": 1, "phase": "step", "signal": "kill", "number": 0, "ranks": None}
+    monkeypatch.setattr(drills, "plan_interruptions", lambda *_: [place])
+    with pytest.raises(ConfigError, match="Nothing was resumed"):
+        run(tmp_path)
+
+
+def test_drill_on_a_full_disk_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Script, folder: Path, *_: Any, **__: Any) -> Outcome:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Script, "run", fail)
+    assert main(["drill", str(PLANTED), "", str(tmp_path)]) == 2
+
+
+def test_drill_calls_nothing_equal_that_is_not_there() -> None:
+    def record(**history: Any) -> Record:
+        end = {"run": "run-1", "step": 1, "event": "end", "reason": "", "tensors": {}, "history": history}
+        return Record({"0": [end | {"values": {"scheduler": "null"}}]}, {})
+
+    assert drills.compare(record(), record()) == ("", dict.fromkeys(
+        ["weights", "optimizer state", "random state", "history"], True
+    ))  # fmt: skip
+    assert "best" in drills.compare(record(best_step=1), record(best_step=1))[1]
+
+
 def test_drill_command_prints_json_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     words = [
@@ -183,6 +210,8 @@ def test_plan_covers_all_phases_and_signals() -> None:
     assert {place["signal"] for place in places} == {*drills.SIGNALS}
     assert all(place["phase"] == "save" for place in places if place["signal"] == "disk")
     assert [place["step"] for place in places] == sorted(place["step"] for place in places)
+    last = [plan_interruptions(record, 1, ["kill"], seed)[0] for seed in range(20)]
+    assert all(place["step"] > 20 for place in last)  # after a checkpoint
     assert any(place["ranks"] is None for place in places) and any(place["ranks"] for place in places)
 
 
