@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from omnitrain.compute.tensor_digests import digest_tensors
 from omnitrain.core.duration import Duration, Every
 from omnitrain.core.errors import ConfigError, DistributedError
 from omnitrain.core.events import Callback, TrainerLike
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # A gradient, or this rank's shard of it: the name of the parameter, and the place of the shard.
 _Key = tuple[str, tuple[int, ...]]
 
@@ -81,7 +81,7 @@ class GradientCheck(Callback):
             DistributedError: On all ranks, if one differs; it names the parameter, the step and the norm on each rank.
         """
         shards = dict(_local_gradients(trainer.model.named_parameters()))
-        bits = dict(zip(shards, _sums_of_bits(shards.values()), strict=True))
+        bits = dict(zip(shards, map(tuple, _digests(shards.values())), strict=True))
         different = trainer.ranks.combine("the gradients of a step", bits, _find_differences)
         if different is None:
             if not self._has_warned and trainer.is_main_process:
@@ -121,19 +121,18 @@ def _dense_values(gradient: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(values) if values.is_complex() else values
 
 
-def _sums_of_bits(gradients: Iterable[torch.Tensor]) -> list[int]:
-    """Return for each gradient the sum of its elements' bits as integers, read from the device in one copy."""
-    sums = []
+def _digests(gradients: Iterable[torch.Tensor]) -> list[Any]:
+    """Return for each gradient a digest of its bits, read from the device in one copy."""
+    digests = list[Any]()
     for gradient in gradients:
-        values = _dense_values(gradient.detach())
-        total = values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
-        sums.append(total + gradient.coalesce().indices().sum() if gradient.is_sparse else total)
-    return torch.stack(sums).tolist() if sums else []
+        indices = [gradient.coalesce().indices()] if gradient.is_sparse else []
+        digests.append(digest_tensors([_dense_values(gradient.detach()), *indices]))
+    return torch.stack(digests).tolist() if digests else []
 
 
-def _find_differences(bits_by_rank: Sequence[dict[_Key, int]]) -> list[_Key] | None:
+def _find_differences(bits_by_rank: Sequence[dict[_Key, tuple[int, int]]]) -> list[_Key] | None:
     """Return the gradients that differ, or that some ranks lack; None if no two ranks have the same one."""
-    ranks_with = dict[_Key, list[int]]()
+    ranks_with = dict[_Key, list[tuple[int, int]]]()
     for key, bits in itertools.chain.from_iterable(entries.items() for entries in bits_by_rank):
         ranks_with.setdefault(key, []).append(bits)
     if max(map(len, ranks_with.values()), default=0) < 2:

@@ -2,7 +2,8 @@
 
 A digest is a pair of int64: sums of the tensors' 64-bit words, modulo 2^64, each times a factor of its place. Sums of
 integers depend on no order, so shards on several ranks can be added up, and the digest of an update is that of the
-weights after it minus that before it.
+weights after it minus that before it. The high bits of a word are added to its low ones first: modulo 2^64, the highest
+bit times any odd factor is the same, and the signs of two floats would cancel out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from omnitrain.compute.random_state import derive_seed
 # Words in a row, and in a chunk: the factor of a word is that of its column, or of its row, times that of its chunk.
 _ROW = 256
 _CHUNK = 1 << 22
+# Words at a time on a CPU, so that they stay in its cache.
+_BLOCK = 1 << 17
 
 
 def to_signed(value: int) -> int:
@@ -62,12 +65,18 @@ def to_words(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.int64)
 
 
+def _fold(words: torch.Tensor) -> torch.Tensor:
+    """Return words to whose low bits the high ones are added."""
+    return (words >> 17).add_(words)
+
+
 def digest_words(words: torch.Tensor, start: int = 0) -> torch.Tensor:
     """Return the digest of words that begin at a place of a longer sequence, as two int64 on their device."""
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
     while len(words):
         chunk, place = divmod(start, _CHUNK)
-        part, words = words[: _CHUNK - place], words[_CHUNK - place :]
+        size = min(_CHUNK - place, _BLOCK - place % _ROW if words.is_cpu else _CHUNK)
+        part, words = _fold(words[:size]), words[size:]
         start += len(part)
         if place % _ROW:
             part = torch.cat([part.new_zeros(place % _ROW), part])
@@ -126,7 +135,7 @@ def digest_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             tensor = torch.cat([octets, octets.new_zeros(count, -size % 8)], 1)
         words = to_words(tensor).view(count, -1)
         places = _factors(words.shape[1], 4, words.device)
-        hashes = (hashes + number + 1) * to_signed(derive_seed(5) | 1) + (words * places).sum(1)
+        hashes = (hashes + number + 1) * to_signed(derive_seed(5) | 1) + (_fold(words) * places).sum(1)
     pairs = []
     for shift in (29, 33):  # mixed, or an exchange of two rows' entries would not show in the sum
         mixed = (hashes ^ (hashes >> shift)) * to_signed(derive_seed(shift) | 1)

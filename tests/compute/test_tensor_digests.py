@@ -43,6 +43,19 @@ def test_digest_sees_smallest_difference() -> None:
     assert digest(-torch.zeros(4)) != digest(torch.zeros(4))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_digest_sees_opposite_signs(dtype: torch.dtype) -> None:
+    """The signs of floats are the highest bits of words, which must not cancel out in pairs."""
+    values = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    changed = [values.clone() for _ in range(4)]
+    changed[0] *= -1
+    changed[1][0] *= -1
+    changed[2][:, 3::4] *= -1
+    changed[3][3, [3, 7]] *= -1
+    assert len({digest(weights) for weights in (values, *changed)}) == 5
+    assert len({format_digest(digest_rows([weights]).tolist()) for weights in (values, *changed)}) == 5
+
+
 def test_digest_ignores_memory_layout() -> None:
     weights = torch.randn(6, 8, 5, 7)
     odd = torch.randn(1001)[1:]  # its bytes begin in the middle of a word

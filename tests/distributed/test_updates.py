@@ -15,7 +15,7 @@ from recipes import Bags, bags, fit, rows, t16
 from torch import nn
 
 from omnitrain import Callback, GradientCheck
-from omnitrain.callbacks.gradient_check import _find_differences
+from omnitrain.callbacks.gradient_check import _digests, _find_differences
 
 HERE = Path(__file__).stem
 
@@ -306,3 +306,10 @@ def test_gradient_check_compares_shards_by_place() -> None:
     assert _find_differences([*ranks[:3], {}]) == [("a", (1,))]
     assert _find_differences(ranks[:2]) is None
     assert _find_differences([{("b", ()): 1, ("c", ()): 1}, {("b", ()): 1}]) == [("c", ())]
+
+
+def test_gradient_check_sees_permuted_values() -> None:
+    gradient = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    digests = _digests([gradient, gradient.clone(), gradient.flip(0), gradient.flip(1), -gradient])
+    assert digests[0] == digests[1]
+    assert len({tuple(digest) for digest in digests}) == 4
