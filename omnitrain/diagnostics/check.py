@@ -162,12 +162,11 @@ def check_run(loop: Loop, samples: int, seconds: float) -> CheckResult:
                 outcomes[name] = outcome
                 findings += [CheckFinding(*entry) for entry in entries]
     gathered = ranks.gather("the findings of check()", (outcomes, [asdict(finding) for finding in findings]))
-    unique = {
-        (entry["check"], entry["where"]): CheckFinding(**entry)
-        for _, entries in reversed(gathered)
-        for entry in entries
-    }
-    ordered = sorted(unique.values(), key=lambda finding: _SEVERITIES.index(finding.severity))
+    unique, known = list[CheckFinding](), set[tuple[str, str]]()
+    for _, entries in gathered:  # what several ranks find is reported once
+        unique += [CheckFinding(**entry) for entry in entries if (entry["check"], entry["where"]) not in known]
+        known |= {(entry["check"], entry["where"]) for entry in entries}
+    ordered = sorted(unique, key=lambda finding: _SEVERITIES.index(finding.severity))
     return CheckResult(ordered, gathered[0][0], time.perf_counter() - begin)
 
 

@@ -334,3 +334,20 @@ def test_check_survives_failing_data() -> None:
 
     result = checked(classifier(), Broken())
     assert not result.ok and "disk on fire" in str(result)
+
+
+def test_check_keeps_all_findings_of_a_set() -> None:
+    """A sample that fails is reported with what the samples before it have."""
+
+    class BrokenLater(Dataset[Any]):
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 30:
+                raise OSError("disk on fire")
+            return torch.randn(4, generator=torch.Generator().manual_seed(index)), 0
+
+    result = checked(nn.Linear(4, 3), BrokenLater(), shuffle=False)
+    assert {"error", "warning"} == {entry.severity for entry in result.findings if entry.check == "labels"}
+    assert "disk on fire" in str(result)
