@@ -318,10 +318,11 @@ class Checkpointer:
             if warning:
                 logger.warning("%s", warning)
 
-    def tensor_bytes(self) -> tuple[int, int]:
-        """Return the bytes of the tensors that a checkpoint would have now, and how many there are."""
+    def tensor_bytes(self, only_model: bool) -> tuple[int, int]:
+        """Return the bytes of the tensors that a checkpoint, or its weights, would have now, and how many there are."""
         files, _ = self._contents.capture_tensors()
-        tensors = [tensor for by_name in files.values() for tensor in by_name.values()]
+        contents = [files[state_dicts.WEIGHTS]] if only_model else files.values()
+        tensors = [tensor for by_name in contents for tensor in by_name.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors), len(tensors)
 
     def _snapshot(self, history: dict[str, Any] | None = None) -> Snapshot:

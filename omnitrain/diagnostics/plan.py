@@ -11,7 +11,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from omnitrain.arguments import samples_of_step
 from omnitrain.compute.device_runtime import device_runtime
 from omnitrain.core.display import ResultView, Table, create_panels, draw_curve
-from omnitrain.core.duration import Duration, Every
+from omnitrain.core.duration import Every, make_interval, parse_interval
 from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.core.progress import Progress
 from omnitrain.data.loaders import by_name
@@ -41,7 +41,7 @@ from omnitrain.trainer.out_of_memory import bytes_of, future_optimizer_bytes, si
 _POINTS, _COLUMNS = 240, 60
 _BARS = " ▁▂▃▄▅▆▇█"
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-# More updates than this of a schedule without a formula are not simulated.
+# More steps than this of a schedule or an interval without a formula are not simulated.
 _MAX_UPDATES = 50_000
 # What a checkpoint has besides its tensors: a header entry for each, and the JSON of the run.
 _ENTRY_BYTES, _RECORD_BYTES = 110, 8_000
@@ -188,13 +188,11 @@ def plan_run(loop: Loop, device: str | None, ranks: int | None) -> RunPlan:
     measured = _Measured(loop, is_real=device is None)
     with unchanged_run(loop):
         measured.measure()
-    checkpoint = {} if measured.checkpoint is None else {"checkpoint": measured.checkpoint}
-    gathered = loop.ranks.gather("what a step takes", (measured.memory, measured.seconds, checkpoint))
-    measured.memory, measured.seconds, checkpoint = (
+    gathered = loop.ranks.gather("what a step takes", (measured.memory, measured.seconds, measured.checkpoint))
+    measured.memory, measured.seconds, measured.checkpoint = (
         {name: max(of_rank[name] for of_rank in of_ranks) for name in of_ranks[0]}
         for of_ranks in zip(*gathered, strict=True)
     )
-    measured.checkpoint = checkpoint.get("checkpoint")
     size = loop.ranks.world_size if ranks is None else ranks
     return _assemble(loop, measured, size, capacity)
 
@@ -209,7 +207,8 @@ class _Measured:
         self.memory: dict[str, int] = {}
         self.samples = self.tokens = 0
         """Of a step over all ranks."""
-        self.checkpoint: int | None = None
+        self.checkpoint: dict[str, int] = {}
+        """Bytes of a checkpoint, and of one "reduced" to its weights."""
 
     def measure(self) -> None:
         loop, backend = self.loop, self.loop.trainer.backend
@@ -222,7 +221,10 @@ class _Measured:
         if loop.sets.train is not None or loop.has_custom_epoch:
             self._update()
         if loop.checkpointer.store is not None:
-            self.checkpoint = self._checkpoint_bytes()
+            mode = loop.settings.save_only_model
+            self.checkpoint = {"checkpoint": self._checkpoint_bytes(only_model=mode is True)}
+            if mode == "all_but_last":
+                self.checkpoint["reduced"] = self._checkpoint_bytes(only_model=True)
         if loop.lifecycle.evaluates and self.is_real and not loop.has_custom_epoch:
             self._evaluate()
 
@@ -231,12 +233,13 @@ class _Measured:
         loop = self.loop
         lifecycle, loader = loop.lifecycle, loop.sets.train
         windows = loop.feed.windows(loader, 0, lifecycle.progress)
+        window, read = None, 0.0
         for number in range(2):
             began = time.perf_counter()
-            window = next(windows, None)
+            if (following := next(windows, None)) is not None:  # an epoch of one step is measured by it
+                window, read = following, time.perf_counter() - began
             if window is None:
                 break
-            read = time.perf_counter() - began
             self.samples, self.tokens = max(self.samples, window.samples), max(self.tokens, window.tokens)
             if not self.is_real:
                 with contextlib.suppress(Exception):  # a pass that depends on values is run below
@@ -319,10 +322,10 @@ class _Measured:
                 state_bytes += bytes_of(state, None)
             self.memory["optimizer"], self.seconds["update"] = state_bytes, seconds
 
-    def _checkpoint_bytes(self) -> int:
+    def _checkpoint_bytes(self, only_model: bool) -> int:
         loop = self.loop
-        size, count = loop.checkpointer.tensor_bytes()
-        if not loop.settings.save_only_model:
+        size, count = loop.checkpointer.tensor_bytes(only_model)
+        if not only_model:
             shards = loop.ranks.world_size if loop.trainer.backend.forward_is_collective else 1
             size += self.memory.get("optimizer", 0) * shards
             count += 3 * len(loop.trainer.backend.parameters)
@@ -400,8 +403,8 @@ def _assemble(loop: Loop, measured: _Measured, ranks: int, capacity: int | None)
     samples = max(round(local * (1 if fixed else scale)), 1)
     tokens = round(measured.tokens * (1 if fixed else scale))
     seconds = dict(measured.seconds)
-    if fixed and seconds:
-        seconds |= {name: seconds[name] / scale for name in ("data", "passes")}
+    if fixed:
+        seconds |= {name: seconds[name] / scale for name in ("data", "passes") if name in seconds}
     epoch_size = None if loop.sets.train is None else loop.sets.train.size
     steps_per_epoch = trainer.steps_per_epoch
     if steps_per_epoch is not None and scale != 1 and epoch_size:
@@ -414,7 +417,11 @@ def _assemble(loop: Loop, measured: _Measured, ranks: int, capacity: int | None)
         math.ceil(float(limit.exact) / unit - 1e-9) for limit in trainer.limits.durations if (unit := pace[limit.unit])
     ]
     total = trainer.limits.total_steps(steps_per_epoch, epoch_size) or min(totals, default=None)
-    end = _end_progress(total, samples, tokens, steps_per_epoch, epoch_size, step_seconds)
+
+    def position(steps: int) -> Progress:
+        return _progress_after(steps, samples, tokens, steps_per_epoch, epoch_size, step_seconds or 0.0)
+
+    end = None if total is None else position(total)
     length = {
         "steps": total, "epochs": round(end.epochs, 4) if end and epoch_size else None,
         "samples": end.samples if end else None, "tokens": (end.tokens or None) if end else None,
@@ -422,12 +429,14 @@ def _assemble(loop: Loop, measured: _Measured, ranks: int, capacity: int | None)
     }  # fmt: skip
     counts: dict[str, int] = {}
     if end is not None and total is not None:
-        before = _end_progress(total - 1, samples, tokens, steps_per_epoch, epoch_size, step_seconds)
+        numbers: dict[str, int | None] = {"evaluations": 0, "saves": 0}
         if loop.lifecycle.evaluates:
-            counts["evaluations"] = _count(settings.eval_steps, trainer.limits, before, end) + settings.eval_on_start
-        else:
-            counts["evaluations"] = 0
-        counts["saves"] = 0 if store is None else _count(settings.save_steps, trainer.limits, before, end)
+            numbers["evaluations"] = _count(settings.eval_steps, trainer.limits, position, total)
+        if store is not None:
+            numbers["saves"] = _count(settings.save_steps, trainer.limits, position, total)
+        counts = {name: number for name, number in numbers.items() if number is not None}
+        if "evaluations" in counts and loop.lifecycle.evaluates:
+            counts["evaluations"] += settings.eval_on_start
     memory = _memory(loop, measured.memory, ranks, capacity)
     disk = _disk(loop, measured.checkpoint, counts, total)
     finish = None
@@ -439,13 +448,11 @@ def _assemble(loop: Loop, measured: _Measured, ranks: int, capacity: int | None)
     return RunPlan(length, rates, memory, disk, counts, seconds, finish, _warnings(loop, memory, disk), ranks)
 
 
-def _end_progress(
-    steps: int | None, samples: int, tokens: int, per_epoch: int | None, size: int | None, seconds: float | None
-) -> Progress | None:
+def _progress_after(
+    steps: int, samples: int, tokens: int, per_epoch: int | None, size: int | None, seconds: float
+) -> Progress:
     """Return the progress of a run after so many steps."""
-    if steps is None:
-        return None
-    progress = Progress(step=steps, tokens=steps * tokens, seconds=steps * (seconds or 0.0), epoch_size=size)
+    progress = Progress(step=steps, tokens=steps * tokens, seconds=steps * seconds, epoch_size=size)
     progress.samples = steps * samples
     if per_epoch and size:
         progress.epoch, rest = divmod(steps, per_epoch)
@@ -456,14 +463,19 @@ def _end_progress(
     return progress
 
 
-def _count(every: Any, limits: Any, before: Progress | None, end: Progress) -> int:
-    """Return how often something at an interval happens, which it does at the end too."""
-    interval = Every(Duration.parse("1ep" if every is None else every, "ba"), limits)
-    interval.restart(end)
-    count = interval.count
-    if before is not None:
-        interval.restart(before)
-    return count + (interval.count == count)
+def _count(every: Any, limits: Any, position: Callable[[int], Progress], total: int) -> int | None:
+    """Return how often something at an interval happens, which it does at the end too; None if that is unknown."""
+    rules = parse_interval("1ep" if every is None else every, "every")
+    interval = make_interval(rules, limits)
+    if isinstance(interval, Every):
+        interval.restart(position(total))
+        count = interval.count
+        interval.restart(position(max(total - 1, 0)))
+        return count + (interval.count == count)
+    if total > _MAX_UPDATES or any(rule.is_function for rule in rules):
+        return None
+    due = [interval.due(position(step)) for step in range(1, total + 1)]
+    return sum(due[:-1]) + 1
 
 
 def rate_curve(loop: Loop, total: int, end: Progress | None, steps_per_epoch: int | None) -> list[tuple[float, float]]:
@@ -483,9 +495,8 @@ def rate_curve(loop: Loop, total: int, end: Progress | None, steps_per_epoch: in
             progress = None
             if scheduler.follows and end is not None:
                 share = place / max(total, 1)
-                progress = _end_progress(place, round(end.samples / max(total, 1)), round(end.tokens / max(total, 1)),
-                                         steps_per_epoch, end.epoch_size, end.seconds / max(total, 1))  # fmt: skip
-                assert progress is not None
+                progress = _progress_after(place, round(end.samples / max(total, 1)), round(end.tokens / max(total, 1)),
+                                           steps_per_epoch, end.epoch_size, end.seconds / max(total, 1))  # fmt: skip
                 progress.seconds = end.seconds * share
             position = RunPosition(scheduler.run_length, turn, progress)
             points.append((place, base * scheduler.schedule.factor(position, base)))
@@ -536,18 +547,20 @@ def _capacity(device: torch.device) -> int | None:
     return None
 
 
-def _disk(loop: Loop, checkpoint: int | None, counts: Mapping[str, int], total: int | None) -> dict[str, int]:
-    if checkpoint is None:
+def _disk(loop: Loop, size: Mapping[str, int], counts: Mapping[str, int], total: int | None) -> dict[str, int]:
+    if not size:
         return {}
-    settings, disk = loop.settings, {"checkpoint": checkpoint}
+    settings, disk = loop.settings, {"checkpoint": size["checkpoint"]}
     if "saves" in counts:
         saves, bests = counts["saves"], max(settings.keep_best, 1) if loop.lifecycle.evaluates else 0
         count = saves if settings.save_total_limit is None else min(saves, settings.save_total_limit + bests)
         if settings.save_total_limit is not None and settings.keep_every and total is not None:
             count = min(saves, count + total // settings.keep_every)
         disk["kept"] = count
-        # an old one is deleted only when the new one is complete
-        disk["total"] = checkpoint * (count + (count < saves))
+        # an old one is deleted or reduced only when the new one is complete
+        most = count + (count < saves)
+        full = min(most, 2) if "reduced" in size else most
+        disk["total"] = full * size["checkpoint"] + (most - full) * size.get("reduced", 0)
     folder = getattr(loop.trainer, "save_dir", None)
     if isinstance(folder, Path):
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())

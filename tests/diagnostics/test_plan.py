@@ -75,6 +75,53 @@ def test_plan_counts_bytes_of_a_large_checkpoint(tmp_path: Path) -> None:
     assert plan.disk["checkpoint"] == pytest.approx(size, rel=0.02)
 
 
+@pytest.mark.parametrize(("evaluate", "save"), [("2ba after 1ep", ["1ep", "5ba"]), (["3ba", "1ep after 1ep"], "5ba")])
+def test_plan_counts_intervals_of_several_rules(evaluate: Any, save: Any, tmp_path: Path) -> None:
+    options = {"keep_best": 0, "load_best_at_end": False}
+    plan, _, counted = planned(save_dir=tmp_path, eval_steps=evaluate, save_steps=save, **options)
+    assert plan.counts == {"evaluations": counted.evaluations, "saves": counted.saves}
+
+
+def test_plan_of_a_functional_interval_is_unknown(tmp_path: Path) -> None:
+    plan, *_ = planned(save_dir=tmp_path, save_steps=lambda progress: progress.step == 2)
+    assert "saves" not in plan.counts and "unknown" in str(plan)
+
+
+def test_plan_counts_bytes_of_reduced_checkpoints(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 400), nn.Linear(400, 400), nn.Linear(400, 1)).double()
+    options = {"loss_fn": nn.MSELoss(), "max_steps": 4, "save_steps": 1, "save_only_model": "all_but_last"}
+    trainer = trainer_on_cpu(Trainer, model, rows(8), save_dir=tmp_path, **options)
+    plan = trainer.plan()
+    trainer.train()
+    sizes = sorted(
+        sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        for folder in tmp_path.glob("checkpoint-*")
+        if not folder.is_symlink()
+    )
+    assert plan.disk["checkpoint"] == pytest.approx(sizes[-1], rel=0.05)
+    assert plan.disk["total"] == pytest.approx(sum(sizes) + sizes[-1] - sizes[0], rel=0.05)
+
+
+def test_plan_of_one_step_measures_all_its_passes() -> None:
+    calls = list[int]()
+    model = t16()
+    model.register_forward_hook(lambda *_: calls.append(1))
+    trainer = trainer_on_cpu(
+        Trainer, model, rows(16), loss_fn=nn.MSELoss(), batch_size=4, gradient_accumulation_steps=4
+    )
+    assert {"data", "passes"} <= trainer.plan().seconds.keys()
+    assert len(calls) == 5  # a micro-batch to begin with, then the whole step
+
+
+def test_plan_of_a_custom_loop_with_a_fixed_batch() -> None:
+    class Custom(Trainer):
+        def _train_epoch(self, *args: Any, **options: Any) -> Any:
+            raise NotImplementedError
+
+    options = {"loss_fn": nn.MSELoss(), "batch_size": 4, "global_batch_size": 8}
+    assert trainer_on_cpu(Custom, t16(), rows(16), **options).plan().length["samples_per_step"] == 8
+
+
 @pytest.mark.parametrize("schedule", ["one cycle", "sequential", "callable", "wsd", "epochs"])
 def test_plan_shows_rates_of_any_schedule(schedule: str) -> None:
     def one_cycle(optimizer: Any) -> Any:
