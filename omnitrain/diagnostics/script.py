@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import omnitrain
 from omnitrain.config.overrides import VARIABLE, Overrides
@@ -125,16 +125,17 @@ class Script:
         copier = threading.Thread(target=_copy, args=(process.stdout, output), daemon=True)
         copier.start()
         timed_out = False
-        try:
-            while process.poll() is None:
-                timed_out = time.monotonic() - start > timeout
-                if timed_out or is_stuck():
-                    break
-                time.sleep(_POLL_SECONDS)
-        finally:
-            _kill_all(process, run_id)
-            code = process.wait()
-            copier.join(timeout=10)  # a process that has escaped may hold the pipe open
+        with _signals_as_exits():
+            try:
+                while process.poll() is None:
+                    timed_out = time.monotonic() - start > timeout
+                    if timed_out or is_stuck():
+                        break
+                    time.sleep(_POLL_SECONDS)
+            finally:
+                _kill_all(process, run_id)
+                code = process.wait()
+                copier.join(timeout=10)  # a process that has escaped may hold the pipe open
         return Outcome(code if code >= 0 else 128 - code, time.monotonic() - start, output, timed_out)
 
 
@@ -145,6 +146,25 @@ def _environment() -> dict[str, str]:
         paths = [environment.get("PYTHONPATH"), str(root)]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return environment | {"PYTHONUNBUFFERED": "1"} | _NO_SERVICES
+
+
+@contextlib.contextmanager
+def _signals_as_exits() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP raise SystemExit inside, as otherwise a script would outlive this process."""
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [number for number in numbers if is_main and signal.getsignal(number) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _rotated(output: Path) -> Path:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import textwrap
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from programs import LIMIT, fork
 from recipes import rows
 from torch import nn
 
@@ -174,6 +178,25 @@ def test_script_ends_with_all_its_processes(tmp_path: Path) -> None:
     )
     assert outcome.code == 137 and not outcome.timed_out
     stat = Path(f"/proc/{child.read_text().strip()}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+def test_script_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    code = f"import os, pathlib, time\npathlib.Path({str(pid)!r}).write_text(f'{{os.getpid()}} ')\ntime.sleep(600)"
+
+    def run() -> int:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return run_script(tmp_path, code).code
+
+    parent, end = fork(run), time.monotonic() + LIMIT
+    while not (pid.exists() and pid.read_text().endswith(" ")) and time.monotonic() < end:
+        time.sleep(0.01)
+    os.kill(parent, signal.SIGTERM)
+    os.waitpid(parent, 0)
+    stat = Path(f"/proc/{pid.read_text().strip()}/stat")
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
 
 
