@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from omnitrain.compute.random_state import isolated_rng, seed_everything
 from omnitrain.core.display import ResultView, Table
 from omnitrain.core.errors import DataError, format_list
-from omnitrain.data.collation import DictBatch, count_samples, split_batch, tensors_in
+from omnitrain.data.collation import IGNORED_LABEL, DictBatch, count_samples, split_batch, tensors_in
 from omnitrain.data.loaders import MapLoader
 from omnitrain.diagnostics.data_checks import DataSample, describe_data
 from omnitrain.diagnostics.rehearsal import clone_optimizer, unchanged_attributes, unchanged_run, unchanged_weights
@@ -370,8 +370,13 @@ def _expected(module: nn.Module) -> str:
 
 def _classes_of(probe: _BatchProbe) -> int | None:
     """Return the number of classes, if the outputs are scores of classes and the labels are their numbers."""
-    pair = _scores_and_labels(probe)
-    return None if pair is None else pair[0].shape[-1]
+    if (pair := _scores_and_labels(probe)) is None:
+        return None
+    scores, labels = pair
+    ignored = (labels == IGNORED_LABEL) | (labels == probe.trainer.loss_mean.ignore_index)
+    valid = (labels >= 0) & (labels < scores.shape[-1])
+    # a loss that takes other labels compares them with something else, such as embeddings with identities
+    return scores.shape[-1] if bool((valid | ignored).all()) else None
 
 
 def _scores_and_labels(probe: _BatchProbe) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -531,8 +536,8 @@ def _check_overfitting(probe: _BatchProbe, steps: int = 30) -> Outcome:
         "warning", "overfitting", "the first batch",
         f"{taken_steps} updates by Adam on {count_rows(probe.batch)} of its samples take the loss from {start:.4g} to "
         f"{best:.4g} only",
-        "A model that can learn fits a few samples: look at the labels, at the sign of the loss, and at what is "
-        "detached from the graph.",
+        "A model that can learn fits a few samples: look at the labels and their scale, at the sign of the loss, and "
+        "at what is detached from the graph.",
     ))  # fmt: skip
     return text, findings
 

@@ -201,8 +201,18 @@ def regression() -> TensorDataset:
     return TensorDataset(x, x.sum(1))
 
 
+def identified() -> TensorDataset:
+    """Return samples with the numbers of 40 persons, which are no classes."""
+    return TensorDataset(images().tensors[0], torch.arange(40))
+
+
 def flat_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(scores, labels).detach() + 0 * scores.mean()
+
+
+def contrastive_loss(embeddings: torch.Tensor, identities: torch.Tensor) -> torch.Tensor:
+    is_same = (identities[:, None] == identities).float()
+    return F.binary_cross_entropy_with_logits(embeddings @ embeddings.T, is_same)
 
 
 CE, MSE = nn.CrossEntropyLoss(), nn.MSELoss()
@@ -280,6 +290,7 @@ FAULTLESS: dict[str, Callable[[], Any]] = {
     "regression": lambda: checked(t16(), rows(), loss_fn=MSE, batch_size=8),
     "stream": lambda: checked(classifier(), Streamed(), max_steps=4, epochs=None),
     "named sets": lambda: checked(classifier(), images(), eval_dataset={"a": images(8, 1), "b": EvalSet(images(8, 2))}),
+    "embeddings": lambda: checked(classifier(), identified(), loss_fn=contrastive_loss),
     "rows of one": lambda: checked(classifier(), images(), batch_size=1),
 }
 
