@@ -66,8 +66,8 @@ class TimeLimit(Callback):
         self._stop_if_late(trainer)
 
     def on_step_end(self, trainer: TrainerLike) -> None:
-        now = time.time()
-        self._longest, self._latest = max(self._longest, now - self._latest), now
+        previous, self._latest = self._latest, time.time()
+        self._longest = max(self._longest, self._latest - previous)
         self._stop_if_late(trainer)
 
     def _stop_if_late(self, trainer: TrainerLike) -> None:

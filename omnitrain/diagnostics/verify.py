@@ -380,10 +380,20 @@ def _compare_data(
                 yield _finding("data", name, before, digests[argument][key])
             else:
                 text = changed_data("it", before, after)
+                compared = sum(
+                    bool(parts.keys() & after["samples"].get(index, {}).keys())
+                    for index, parts in before["samples"].items()
+                )
+                if not text and not compared and before["size"]:
+                    uncompared.append(f"{name}, whose samples have no content with a digest: only its size is the same")
+                    continue
                 state: State = "changed" if text else "same"
-                compared = len(before["samples"].keys() & after["samples"].keys())
                 text = text or f"{compared} of {before['size']} samples compared"
                 yield Finding("data", name, state, {"size": before["size"]}, {"size": after["size"]}, text)
+    for argument, sets in current.items() if data else ():
+        for key in sets.keys() - data.get(argument, {}).keys():
+            name = f"{argument}[{key!r}]" if key else argument
+            yield Finding("data", name, "changed", None, digests[argument][key], "the run did not have it")
 
 
 def _compare_code(recorded: Mapping[str, Any], current: Mapping[str, Any], uncompared: list[str]) -> list[Finding]:

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
+import torch
 import torch.nn.functional as F
 from forging import spoil
 from recipes import rows, small_trainer
+from torch.utils.data import Dataset
 
 from omnitrain.cli.main import main
 from omnitrain.diagnostics.verify import RunVerification, verify_run
@@ -115,6 +118,27 @@ def test_verify_compares_samples_and_missing_sets(trained: Path) -> None:
     changed = differing(result)
     assert (changed["data train_dataset"], changed["data eval_dataset"]) == ("changed", "gone")
     assert " of it is not the one that the run was trained with (its entry 0)" in str(result)
+
+
+class Augmented(Dataset[Any]):
+    """Rows that differ in each read."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        noise = torch.from_numpy(np.random.default_rng().standard_normal(4))
+        return noise, noise[:1]
+
+
+def test_verify_reports_added_sets_and_unread_samples(tmp_path: Path) -> None:
+    """Data that has nothing to compare is unknown, not the same."""
+    small_trainer(data=Augmented(), save_dir=tmp_path).train()
+    result = verify_run(tmp_path, lambda: small_trainer(data=Augmented(), eval_dataset=rows(8)))
+    assert any(reason.startswith("train_dataset") for reason in result.uncompared), str(result)
+    assert {name: state for name, state in differing(result).items() if "data " in name} == {
+        "data eval_dataset": "changed"
+    }
 
 
 def test_verify_compares_run_without_checkpoints(run: Path) -> None:
