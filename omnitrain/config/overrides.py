@@ -126,6 +126,9 @@ def _redirect(arguments: dict[str, Any], training_args: Any, root: Path) -> None
     if key not in _folders or arguments.get("overwrite"):  # or a second trainer continues in the folder of the first
         _folders[key] = root / f"run-{_count}"
     folder = str(_folders[key])
+    for part in (*_listed(arguments.get("callbacks")), *_listed(arguments.get("loggers"))):
+        if isinstance(part, import_object("omnitrain.loggers.rows.RowFile")) and os.path.isabs(part.filename):
+            part.filename = os.path.basename(part.filename)  # a fresh run would begin the user's file again
     if any(not _is_file_logger(logger) for logger in _listed(arguments.get("loggers"))):
         arguments["loggers"] = [logger for logger in _listed(arguments["loggers"]) if _is_file_logger(logger)]
     if training_args is None:
@@ -141,8 +144,8 @@ def _redirect(arguments: dict[str, Any], training_args: Any, root: Path) -> None
     training_args.report_to, training_args.push_to_hub = [], False
 
 
-def _listed(loggers: Any) -> list[Any]:
-    return [] if loggers is None else list(loggers) if isinstance(loggers, (list, tuple)) else [loggers]
+def _listed(parts: Any) -> list[Any]:
+    return [] if parts is None else list(parts) if isinstance(parts, (list, tuple)) else [parts]
 
 
 def _is_file_logger(logger: Any) -> bool:

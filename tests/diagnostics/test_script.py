@@ -17,7 +17,7 @@ from recipes import rows
 from torch import nn
 
 import omnitrain
-from omnitrain import Callback, ConfigError, Trainer
+from omnitrain import Callback, ConfigError, JsonlLogger, Trainer
 from omnitrain.config import overrides
 from omnitrain.diagnostics import script as script_module
 from omnitrain.diagnostics.drill import drill
@@ -69,6 +69,15 @@ def test_overrides_redirect_each_run(override: Any, tmp_path: Path) -> None:
     assert not folder.exists() and not (tmp_path / "elsewhere").exists()
     assert (root / "run-2" / "model" / "model.safetensors").is_file()
     assert len(list((root / "models").iterdir())) == 1
+
+
+@pytest.mark.parametrize("place", ["callbacks", "loggers"])
+def test_overrides_redirect_row_files(override: Any, tmp_path: Path, place: str) -> None:
+    """A log whose path is absolute keeps the rows that it has."""
+    root, path = override(), tmp_path / "rows.jsonl"
+    path.write_text("{}\n")
+    build(**{place: [JsonlLogger(str(path))]}).train()
+    assert path.read_text() == "{}\n" and (root / "run-1" / "rows.jsonl").stat().st_size
 
 
 def test_overrides_resume_and_change_arguments(override: Any) -> None:
