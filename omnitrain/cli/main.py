@@ -24,7 +24,7 @@ from omnitrain.core.errors import ConfigError, OmnitrainError, did_you_mean
 # The groups of commands in the help.
 GROUPS = {
     "train": ("demo", "train", "sweep", "launch", "config"),
-    "prove": ("check", "plan", "verify", "drill", "parity", "diff", "replay"),
+    "prove": ("verify", "drill", "parity", "diff", "replay"),
     "look": ("checkpoint", "compare"),
 }
 # Earlier spellings of commands.
@@ -128,8 +128,8 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         add(commands)
     sections = []
     for title, names in GROUPS.items():
-        lines = [_help_line(name, commands.choices[name]) for name in names if name in commands.choices]
-        sections += ["\n".join([f"{title}:", *lines])] if lines else []
+        lines = [_help_line(name, commands.choices[name]) for name in names]
+        sections.append("\n".join([f"{title}:", *lines]))
     parser.epilog = "\n\n".join(sections)
     return parser, [*commands.choices]
 

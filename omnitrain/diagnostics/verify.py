@@ -137,7 +137,8 @@ class RunVerification:
         lines += [f"same     {kind} {', '.join(names)}" for kind, names in by_kind.items()]
         lines += [str(finding) for finding in self.findings if finding.state != "same"]
         lines += [f"unknown  {reason}" for reason in self.uncompared]
-        lines.append("Nothing has changed." if self.ok else "This is not what was recorded.")
+        subject = "Nothing that was compared" if self.uncompared else "Nothing"
+        lines.append(f"{subject} has changed." if self.ok else "This is not what was recorded.")
         return "\n".join(map(escape_unprintable, lines))
 
 

@@ -51,6 +51,7 @@ def change_record(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def test_verify_finds_nothing_changed(run: Path) -> None:
     result = verify_run(run, make_trainer)
     assert result.ok and not differing(result), str(result)
+    assert str(verify_run(run)).endswith("Nothing that was compared has changed.")
     kinds = {finding.kind for finding in result.findings}
     assert kinds >= {"package", "data", "code", "setting"}
     assert json.loads(json.dumps(result.to_json()))["checkpoints"][1]["files"] == 5
