@@ -386,6 +386,11 @@ class _Driver:
             if outcome.timed_out or (outcome.code and not hits):
                 last = f"the start after: {starts[-2]}" if len(starts) > 1 else "the first start"
                 what = f"did not end within {self._timeout:.0f} s" if outcome.timed_out else f"failed ({outcome.code})"
+                if len(starts) == 1 and not hits:
+                    raise ConfigError(
+                        f"{self._script.path!r} {what} when it was run again, before anything interrupted it. "
+                        f"It ended with:\n{outcome.last_lines()}"
+                    )
                 return starts, f"{last}: {what}:\n{outcome.last_lines()}\n"
             if place is not None and not hits:
                 self._report(f"{len(starts):>2}  {start}")

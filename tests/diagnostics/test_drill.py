@@ -164,6 +164,17 @@ def test_drill_on_a_full_disk_is_not_tried(tmp_path: Path, monkeypatch: pytest.M
     assert main(["drill", str(PLANTED), "", str(tmp_path)]) == 2
 
 
+def test_drill_of_a_script_that_fails_at_times_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_second(self: Script, folder: Path, values: Any, *, name: str = "output", **options: Any) -> Outcome:
+        if name == "start-1":
+            return Outcome(1, 1.0, folder / "none.log")
+        return run_forked(self, folder, values, name=name, **options)
+
+    monkeypatch.setattr(Script, "run", fail_second)
+    with pytest.raises(ConfigError, match="before anything interrupted it"):
+        run(tmp_path)
+
+
 def test_drill_calls_nothing_equal_that_is_not_there() -> None:
     def record(**history: Any) -> Record:
         end = {"run": "run-1", "step": 1, "event": "end", "reason": "", "tensors": {}, "history": history}
