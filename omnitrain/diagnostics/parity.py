@@ -254,6 +254,11 @@ class _Comparison:
     def compare(self, backends: Sequence[str]) -> Parity:
         base = self._require("as it is", {}, probes=True)
         content = base.content
+        if not any(map(math.isfinite, base.values("loss"))):  # NaN would count as equal to NaN
+            raise ConfigError(
+                f"{self._script.path!r} has no finite loss in its first steps, so nothing can be compared. Look for "
+                "the cause first; `trainer.check()` helps."
+            )
         again = self._require("as it is, again", {})
         repeated = _compare(Run("again", expected="bits"), again, base)
         if repeated.size != "bits":

@@ -167,6 +167,11 @@ def test_script_that_differs_by_itself_is_not_tried(fake: Any) -> None:
         fake({"as it is": record([3.0, 2.0]), "as it is, again": record([3.0, 2.1])})
 
 
+def test_losses_that_are_never_finite_are_not_compared(fake: Any) -> None:
+    with pytest.raises(ConfigError, match="has no finite loss in its first steps"):
+        fake({"as it is": record([math.nan, math.nan])}, backends=["hf"])
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_result_is_strict_json_and_a_figure(fake: Any, value: float, tmp_path: Path) -> None:
     result = fake({"as it is": record([3.0]), "hf": record([value])}, backends=["hf"])
