@@ -25,8 +25,9 @@ from omnitrain.trainer.loop import Loop
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict)
-# The largest tensors outside of parameters and buffers, and the longest containers, that are copied.
-_MAX_BYTES, _MAX_ENTRIES = 1 << 24, 1 << 20
+# The largest tensors outside of parameters and buffers, and the longest containers, that are copied; and the longest
+# whose entries are, too, so that no list of a million lists is.
+_MAX_BYTES, _MAX_ENTRIES, _MAX_NESTED = 1 << 24, 1 << 20, 1000
 # Packages whose objects keep nothing that a pass of a user's model changes.
 _LIBRARIES = ("accelerate", "builtins", "datasets", "numpy", "omnitrain", "pandas", "PIL", "tokenizers", "torch")
 
@@ -143,9 +144,12 @@ class _Attributes:
                     if name not in ("_parameters", "_buffers"):  # FSDP exchanges them, and puts them back itself
                         self._add(value)
 
-    def _add(self, value: Any) -> None:
+    def _add(self, value: Any, depth: int = 3) -> None:
         if type(value) in _CONTAINERS and len(value) <= _MAX_ENTRIES:
             self._contents.append((value, copy.copy(value)))
+            if depth and len(value) <= _MAX_NESTED:
+                for entry in value.values() if isinstance(value, dict) else value:
+                    self._add(entry, depth - 1)
         elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
             if value.layout == torch.strided and value.numel() * value.element_size() <= _MAX_BYTES:
                 self._tensors.append((value, value.detach().clone()))

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from omnitrain import EMA, SAM, Callback, ConfigError, EvalSet, GradualUnfreezing, MixUp, Trainer
+from omnitrain.diagnostics.rehearsal import unchanged_attributes
 
 
 class Heard(Callback):
@@ -362,3 +363,17 @@ def test_check_keeps_all_findings_of_a_set() -> None:
     result = checked(nn.Linear(4, 3), BrokenLater(), shuffle=False)
     assert {"error", "warning"} == {entry.severity for entry in result.findings if entry.check == "labels"}
     assert "disk on fire" in str(result)
+
+
+def test_unchanged_attributes_restores_nested_containers() -> None:
+    class Statistics:
+        pass
+
+    thing: Any = Statistics()
+    thing.counts, thing.caches = {"calls": [0]}, [{"mean": torch.zeros(2)}]
+    with unchanged_attributes([thing]):
+        thing.counts["calls"].append(1)
+        thing.caches[0]["mean"] += 1
+        thing.caches[0]["variance"] = 2
+    assert thing.counts == {"calls": [0]}
+    assert thing.caches[0].keys() == {"mean"} and not thing.caches[0]["mean"].any()
