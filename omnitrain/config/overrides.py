@@ -88,6 +88,13 @@ def replace_class(trainer: Any, arguments: dict[str, Any]) -> bool:
     kind: Any = _replacement_class(trainer)
     if kind is None:
         return False
+    training_args = (
+        None if kind.__name__ == "HFTrainer" else arguments.pop("training_args", arguments.pop("args", None))
+    )
+    if training_args is not None:
+        import_object("omnitrain.hf.arguments.translate_training_args")(training_args, arguments)
+        # scripts call it with transformers' arguments, which the other trainers do not know
+        vars(trainer)["train"] = lambda *args, **kwargs: kind.train(trainer)
     trainer.__class__ = kind
     kind.__init__(
         trainer, **{name: value for name, value in arguments.items() if name not in getattr(kind, "REFUSED", {})}

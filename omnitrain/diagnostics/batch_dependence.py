@@ -73,17 +73,18 @@ class BatchProbe:
 
     def _describe_kind(self, modules: dict[str, nn.Module]) -> str:
         with _in_training(modules.values()):
-            if self._is_equal(self._whole, self._parts) and self._is_equal(self._whole, self._whole, seed=_SEED + 1):
+            draws = not self._is_equal(self._whole, self._whole, seed=_SEED + 1)
+            if not draws and self._is_equal(self._whole, self._parts):
                 return ""
-        names, draws = list[str](), False
+        names = list[str]()
         for name, module in modules.items():
             with _in_training([module]):
                 is_random = not self._is_equal(self._whole, self._whole, seed=_SEED + 1)
                 if is_random or not self._is_equal(self._whole, self._parts):
                     names.append(repr(name) if name else "(the model itself)")
-                    draws |= is_random
             if len(names) == _NAMED:
                 break
+        names = names or list(map(repr, modules))[:_NAMED]  # of many, each may have too small an effect by itself
         kind = type(next(iter(modules.values()))).__name__
         rest = f" and others ({len(modules)} in all)" if len(names) < len(modules) and len(names) == _NAMED else ""
         plural = "" if len(names) > 1 else "s"

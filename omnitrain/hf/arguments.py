@@ -12,10 +12,11 @@ import functools
 import inspect
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -280,6 +281,27 @@ def merge_training_args(args: transformers.TrainingArguments, kwargs: dict[str, 
         excluded |= {"optimization_metric", "optimization_direction"}
     values = {name: value for name, value in values.items() if name not in excluded}
     _merge_arguments(args, values, kwargs)
+
+
+def translate_training_args(args: transformers.TrainingArguments, kwargs: dict[str, Any]) -> None:
+    """Fill the arguments of another trainer than `HFTrainer`, which makes optimizer and schedule as transformers does.
+
+    Raises:
+        ConfigError: As `merge_training_args`.
+    """
+    merge_training_args(args, kwargs)
+    optim = str(enum_value(args.optim))
+    fields: dict[str, Any] = {"warmup_steps": args.warmup_steps, "lr_scheduler": enum_value(args.lr_scheduler_type)}
+    if optim.startswith("adamw_torch"):
+        fields["optimizer_kwargs"] = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    else:
+        fields["optimizer"] = optim
+    if args.weight_decay:
+        model = kwargs["model"]
+        decaying = transformers.Trainer.get_decay_parameter_names(cast("Any", None), model)
+        others = [re.escape(name) for name, _ in model.named_parameters() if name not in decaying]
+        fields["param_groups"] = [{"match": f"^({'|'.join(others)})$", "weight_decay": 0.0}] if others else None
+    kwargs |= {name: value for name, value in fields.items() if kwargs.get(name) is None}
 
 
 def warn_unread_fields(args: transformers.TrainingArguments) -> None:

@@ -131,6 +131,25 @@ def test_overrides_replace_the_class(override: Any) -> None:
     assert type(accelerated) is Trainer
 
 
+def test_overrides_translate_training_args(override: Any, tmp_path: Path) -> None:
+    """A script of `HFTrainer` with transformers' arguments has the same bits when another trainer runs it."""
+    transformers = pytest.importorskip("transformers")
+    args = transformers.TrainingArguments(
+        str(tmp_path / "own"), learning_rate=0.1, lr_scheduler_type="cosine", warmup_steps=0.5, adam_beta1=0.8,
+        weight_decay=0.1, per_device_train_batch_size=4, max_steps=6, use_cpu=True, report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    weights = []
+    for name in ("HFTrainer", "Trainer", "AccelerateTrainer"):
+        override(trainer=name)
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        trainer = omnitrain.HFTrainer(model, args, rows(16, torch.float32), loss_fn=nn.functional.mse_loss)
+        trainer.train(resume_from_checkpoint=None)
+        assert type(trainer).__name__ == name and trainer.progress.step == 6
+        weights.append(torch.nn.utils.parameters_to_vector(model.parameters()))
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+
+
 def test_overrides_change_training_args(override: Any, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     override(arguments={"global_batch_size": 8, "batch_size": 2, "gradient_accumulation_steps": 1})
