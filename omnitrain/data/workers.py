@@ -106,12 +106,12 @@ def worker_death(error: Exception) -> DataError | None:
     """Return the error to raise instead of one that follows from the death of a worker process; None for others."""
     if not isinstance(error, (RuntimeError, OSError, EOFError, pickle.UnpicklingError)):
         return None
-    if isinstance(error, OmnitrainError) or "in DataLoader worker process" in str(error):  # raised in a worker
-        return None
     try:
+        if isinstance(error, OmnitrainError) or "in DataLoader worker process" in str(error):  # raised in a worker
+            return None
         with _default_child_signal():
             death = _worker_death_error(error)
-    except RuntimeError as later:  # by torch's handler, just before it was disabled; once for each worker that dies
+    except RuntimeError as later:  # by torch's handler, before it was disabled; once for each worker that dies
         if not str(later).startswith("DataLoader worker (pid"):
             raise
         return worker_death(later)

@@ -280,6 +280,8 @@ class _Driver:
         undisturbed, outcome = self._run_undisturbed("undisturbed")
         self._check(undisturbed)
         notes, save_steps = _notes(undisturbed), _missing_save_steps(undisturbed)
+        if timed := sorted({name for name in _value_names(undisturbed) if re.search("time|memory", name)}):
+            notes.append(f"not compared, as their names are those of times and sizes: {', '.join(timed)}")
         if save_steps is not None:
             notes.append(
                 f"it saves only at its end: the drill saves every {save_steps} steps. Pass `save_steps=` to lose less "
@@ -457,6 +459,16 @@ def _notes(record: Record) -> list[str]:
     if any(row["resume_from"] is None for row in starts):
         notes.append("train() has no `resume_from`: the drill supplies resume_from='auto'")
     return notes
+
+
+def _value_names(record: Record) -> Iterator[str]:
+    """Yield the names of the values in the logs and in the history of a run."""
+    values: list[Any] = [*record.metrics.values(), *(end["history"] for end in record.events("end", rank="0"))]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            yield from value
+        values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _missing_save_steps(record: Record) -> int | None:

@@ -319,6 +319,16 @@ def test_death_of_worker_during_its_explanation_is_a_data_error(monkeypatch: pyt
     assert next(calls) > 1
 
 
+def test_death_of_worker_before_its_explanation_is_a_data_error() -> None:
+    """Torch's handler raises while the error is looked at that reading from the dead worker has raised."""
+
+    class Broken(OSError):
+        def __str__(self) -> str:
+            raise RuntimeError("DataLoader worker (pid 1) exited unexpectedly with exit code 3. Details are lost.")
+
+    assert workers.worker_death(Broken()) is None  # no worker of this process has that number
+
+
 def test_death_of_worker_in_exit_of_no_grad_leaves_gradients_on() -> None:
     @workers.report_dead_workers()
     def evaluate() -> None:

@@ -33,6 +33,7 @@ LACKING = [
     ("several runs", "save_dir '"),
     ("late save", "saves only at its end: the drill saves every 4 steps"),
     ("clock", "two undisturbed runs differ in them: eval_pace"),
+    ("time", "names are those of times and sizes: eval_arrival_time"),
     ("no folder", "has no `save_dir`"),
     ("transformers", "is redirected"),
 ]
