@@ -402,6 +402,7 @@ def _add_diff(commands: Any) -> None:
     )
     diff.add_argument("path0", type=_place, metavar="RUN_A", help="the folder or address of a run")
     diff.add_argument("path1", type=_place, metavar="RUN_B", help="another one")
+    diff.add_argument("--picture", type=Path, metavar="FILE", help="an image of both losses to write, such as diff.png")
     diff.add_argument("--json", action="store_true", help="print the result as JSON")
     diff.set_defaults(run=_diff)
 
@@ -413,7 +414,10 @@ def _diff(args: argparse.Namespace) -> int:
 
     places = args.path0, args.path1
     with _untried_as_config_error(), local_copies(*places, whole=False) as paths:
-        return _report(diff_runs(*paths, names=[mask_text(str(place)) for place in places]), args.json)
+        result = diff_runs(*paths, names=[mask_text(str(place)) for place in places])
+        if args.picture is not None:
+            result.plot(args.picture)
+        return _report(result, args.json)
 
 
 def _add_replay(commands: Any) -> None:

@@ -49,7 +49,7 @@ _ENTRY_BYTES, _RECORD_BYTES = 110, 8_000
 
 @dataclass(frozen=True, slots=True)
 class RunPlan(ResultView):
-    """The plan of a run by `trainer.plan()`, which prints as a table; `plot()` draws the learning rate.
+    """The plan of a run by `trainer.plan()`, which prints as a table; `plot()` draws learning rate and memory.
 
     What is unknown is None or absent.
 
@@ -119,10 +119,15 @@ class RunPlan(ResultView):
         return Table(["", ""], [], below=[f"{name:<12}{text}" for name, text in lines.items()])
 
     def _figure(self) -> Any:
-        figure, (axes,) = create_panels("RunPlan", 1)
-        draw_curve(axes, self.rates, "learning rate", marker=None)
-        axes.set(xlabel="step", ylabel="learning rate")
-        axes.set_ylim(bottom=0)
+        figure, (rates, memory) = create_panels("RunPlan", 2, has_one_axis=False)
+        draw_curve(rates, self.rates, "learning rate", marker=None)
+        rates.set(xlabel="step", ylabel="learning rate")
+        rates.set_ylim(bottom=0)
+        names = [name for name in reversed(_PARTS) if name in self.memory]
+        bars = memory.barh(names, [self.memory[name] for name in names])
+        memory.bar_label(bars, [size_of(self.memory[name]) for name in names], padding=3, fontsize="small")
+        memory.set_xlabel("bytes on each device")
+        memory.margins(x=0.15)
         return figure
 
 

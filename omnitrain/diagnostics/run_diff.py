@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from omnitrain.callbacks.trace import TRACE_FILE, TRACED
 from omnitrain.checkpoint.run_record import read_record
-from omnitrain.core.display import flatten
+from omnitrain.core.display import ResultView, create_panels, draw_curve, flatten
 from omnitrain.core.errors import ConfigError, escape_unprintable
 from omnitrain.core.history import read_row
 
@@ -23,8 +24,8 @@ _MAX_SHOWN = 30
 
 
 @dataclass(frozen=True, slots=True)
-class RunDiff:
-    """Two runs compared step by step; prints as lines.
+class RunDiff(ResultView):
+    """Two runs compared step by step; prints as lines, and `plot()` draws both losses up to where they part and on.
 
     Attributes:
         a: The first run.
@@ -37,6 +38,7 @@ class RunDiff:
         values: Two numbers of the step, by name, such as its loss in both runs.
         record: The values of their records that differ, by name.
         notes: What limits the comparison.
+        losses: The training loss of the steps of both runs.
     """
 
     a: str
@@ -49,6 +51,7 @@ class RunDiff:
     values: dict[str, tuple[Any, Any]]
     record: dict[str, tuple[Any, Any]]
     notes: list[str]
+    losses: tuple[list[tuple[int, float]], ...] = field(default=(), repr=False)
 
     @property
     def ok(self) -> bool:
@@ -57,7 +60,20 @@ class RunDiff:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON types."""
-        return {"ok": self.ok, **asdict(self)}
+        return {"ok": self.ok, **{name: value for name, value in asdict(self).items() if name != "losses"}}
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+    def _figure(self) -> Any:
+        figure, (axes,) = create_panels("RunDiff", 1)
+        for name, points, width in zip((self.a, self.b), self.losses, (5, 1.2), strict=False):
+            draw_curve(axes, points, name, linewidth=width, alpha=0.5 if width > 2 else 1, marker=None)
+        if self.step is not None:
+            axes.axvline(self.step, color="#888", linewidth=0.8, linestyle=":", label=f"other {self.differs[0]}")
+        axes.set(xlabel="step", ylabel="training loss")
+        axes.legend(fontsize="small")
+        return figure
 
     def __str__(self) -> str:
         """Return where the runs part, and what differs in their records, as lines."""
@@ -138,7 +154,13 @@ def diff_runs(a: Path, b: Path, names: Sequence[str] | None = None) -> RunDiff:
         name: (before.get(name), after.get(name)) for name in {**before, **after} if before.get(name) != after.get(name)
     }
     labels = names or (str(a), str(b))
-    return RunDiff(labels[0], labels[1], source, equal_to, step, same, differs, values, record, notes)
+    losses = tuple([_losses(side) for side in rows])
+    return RunDiff(labels[0], labels[1], source, equal_to, step, same, differs, values, record, notes, losses)
+
+
+def _losses(rows: Mapping[tuple[int, Any], Mapping[str, Any]]) -> list[tuple[int, float]]:
+    values = [(key[0], row.get("mean_loss", row.get("loss"))) for key, row in rows.items()]
+    return [(step, float(loss)) for step, loss in values if isinstance(loss, (int, float))]
 
 
 def _compared_names(

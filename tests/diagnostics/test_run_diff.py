@@ -48,7 +48,8 @@ def test_diff_names_what_parted_first(run: Path, tmp_path: Path, capsys: Any) ->
     assert "equal to step 5" in out
     line = "step 6: same samples, same batch, same weights, same random state, same loss, other gradients (and update)"
     assert line in out
-    assert main(["diff", str(run), str(other), "--json"]) == 1
+    picture = tmp_path / "diff.png"
+    assert main(["diff", str(run), str(other), "--json", "--picture", str(picture)]) == 1 and picture.stat().st_size
     assert json.loads(capsys.readouterr().out)["differs"] == ["gradients", "update"]
 
 
