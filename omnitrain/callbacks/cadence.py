@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from omnitrain.core.duration import IntervalRule, Limits, make_interval
+from omnitrain.core.duration import AnyInterval, Every, IntervalRule, Limits, make_interval
 from omnitrain.core.events import Callback, TrainerLike
 
 
@@ -28,9 +28,9 @@ class Cadence(Callback):
         save: Sequence[IntervalRule] | None,
     ) -> None:
         self.limits = limits
-        self.log = make_interval(log, limits)
-        self.evaluate = None if evaluate is None else make_interval(evaluate, limits)
-        self.save = None if save is None else make_interval(save, limits)
+        self.log: Every | AnyInterval = make_interval(log, limits)
+        self.evaluate: Every | AnyInterval | None = None if evaluate is None else make_interval(evaluate, limits)
+        self.save: Every | AnyInterval | None = None if save is None else make_interval(save, limits)
         rules = [rule for rules in (log, evaluate, save) for rule in rules or ()]
         has_time = any(duration.unit == "s" for duration in limits.durations)
         self.asks_alone: bool = has_time or any(rule.has_time or rule.is_function for rule in rules)

@@ -67,9 +67,9 @@ class Trace(RowFile):
     asks_alone: ClassVar[bool] | bool = False
 
     # rows come from steps only
-    on_log = Callback.on_log
-    on_eval_end = Callback.on_eval_end
-    on_report = Callback.on_report
+    on_log: ClassVar[Any] = Callback.on_log
+    on_eval_end: ClassVar[Any] = Callback.on_eval_end
+    on_report: ClassVar[Any] = Callback.on_report
 
     def __init__(self, every: int = 1) -> None:
         check_number("every", every, least=1, is_whole=True)

@@ -22,7 +22,7 @@ import omnitrain
 from omnitrain.core.errors import ConfigError, OmnitrainError, did_you_mean
 
 # The groups of commands in the help.
-GROUPS = {
+GROUPS: dict[str, tuple[str, ...]] = {
     "train": ("demo", "train", "sweep", "launch", "config"),
     "prove": ("verify", "drill", "parity", "diff", "replay"),
     "look": ("checkpoint", "compare"),

@@ -52,7 +52,7 @@ class Recorder(Callback):
     asks_alone = False
 
     def __init__(self, folder: str, steps: int, probes: bool = False) -> None:
-        self.folder = Path(folder)
+        self.folder: Path = Path(folder)
         self.steps = steps
         self.probes = probes
         self._rows: list[dict[str, float]] = []
