@@ -117,16 +117,16 @@ class Script:
         folder.mkdir(parents=True, exist_ok=True)
         output, run_id, start = folder / f"{name}.log", uuid.uuid4().hex, time.monotonic()
         environment = _environment() | {VARIABLE: json.dumps(overrides), _RUN_ID: run_id} | dict(variables or {})
-        process = subprocess.Popen(
-            self.command(), env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        assert process.stdout is not None
-        copier = threading.Thread(target=_copy, args=(process.stdout, output), daemon=True)
-        copier.start()
         timed_out = False
-        with _signals_as_exits():
+        with _signals_as_exits():  # before it starts, or a signal in between would leave it running
+            process = subprocess.Popen(
+                self.command(), env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
             try:
+                assert process.stdout is not None
+                copier = threading.Thread(target=_copy, args=(process.stdout, output), daemon=True)
+                copier.start()
                 while process.poll() is None:
                     timed_out = time.monotonic() - start > timeout
                     if timed_out or is_stuck():
@@ -135,7 +135,7 @@ class Script:
             finally:
                 _kill_all(process, run_id)
                 code = process.wait()
-                copier.join(timeout=10)  # a process that has escaped may hold the pipe open
+            copier.join(timeout=10)  # a process that has escaped may hold the pipe open
         return Outcome(code if code >= 0 else 128 - code, time.monotonic() - start, output, timed_out)
 
 
