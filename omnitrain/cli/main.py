@@ -368,15 +368,11 @@ def _add_parity(commands: Any) -> None:
         "Run the first steps of a script on each backend and in other splits of a step, and compare the numbers.",
         "Exit code 0: every difference is as expected; 1: one is not; 2: it could not be tried.",
     )
-    parity.add_argument("script", metavar="SCRIPT", help="a Python script, or a YAML file as for `omnitrain train`")
-    parity.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the arguments of the script")
     parity.add_argument("--steps", type=int, default=20, metavar="N", help="how many steps (default: %(default)s)")
     backends = "some of native,accelerate,hf,ddp,fsdp,zero1,zero2,zero3,split (default: those that are installed)"
     parity.add_argument("--on", metavar="NAMES", help=backends)
-    limit = "seconds for each run (default: %(default)s)"
-    parity.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help=limit)
     parity.add_argument("--picture", type=Path, metavar="FILE", help="an image to write, such as parity.png")
-    parity.add_argument("--json", action="store_true", help="print the result as JSON")
+    _add_script(parity, timeout=600.0)
     parity.set_defaults(run=_parity)
 
 
@@ -431,11 +427,7 @@ def _add_replay(commands: Any) -> None:
     add("path", type=_place, metavar="RUN", help="the folder or address of a run")
     add("--step", type=int, required=True, metavar="N", help="the step, counted from 1")
     add("-n", dest="processes", type=int, metavar="N", help="processes (default: as many as the run had)")
-    limit = "seconds for the script (default: %(default)s)"
-    add("--timeout", type=float, default=3600.0, metavar="SECONDS", help=limit)
-    add("--json", action="store_true", help="print the result as JSON")
-    add("script", metavar="SCRIPT", help="the script of the run, or a YAML file as for `omnitrain train`")
-    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the arguments of the script")
+    _add_script(replay, timeout=3600.0)
     replay.set_defaults(run=_replay)
 
 
@@ -508,12 +500,12 @@ def _schedule(args: argparse.Namespace) -> None:
     _print_and_draw(preview, args.plot)
 
 
-def _add_script(parser: argparse.ArgumentParser) -> None:
-    """Have a command take a script with its arguments, and the number of its processes."""
+def _add_script(parser: argparse.ArgumentParser, timeout: float) -> None:
+    """Have a command run a script with its arguments, for so many seconds at most."""
     add = parser.add_argument
-    add("-n", dest="processes", type=int, default=1, metavar="N", help="processes of the script (default: 1)")
-    add("--timeout", type=float, default=3600.0, metavar="SECONDS", help="for each run (default: %(default).0f)")
-    add("--json", dest="is_json", action="store_true", help="print the result as JSON")
+    about = "seconds for each run of the script (default: %(default).0f)"
+    add("--timeout", type=float, default=timeout, metavar="SECONDS", help=about)
+    add("--json", action="store_true", help="print the result as JSON")
     add("script", metavar="SCRIPT", help="a script that trains, or a YAML file as for `omnitrain train`")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
@@ -532,7 +524,8 @@ def _add_drill(commands: Any) -> None:
     add("--signals", default="kill,term,stop,disk", metavar="A,B", help=about)
     add("--seed", type=int, default=0, metavar="S", help="chooses the moments (default: %(default)s)")
     add("--picture", type=Path, metavar="FILE", help="an image of both curves to write, such as drill.svg")
-    _add_script(drill)
+    add("-n", dest="processes", type=int, default=1, metavar="N", help="processes of the script (default: 1)")
+    _add_script(drill, timeout=3600.0)
     drill.set_defaults(run=_drill)
 
 
@@ -541,13 +534,13 @@ def _drill(args: argparse.Namespace) -> int:
     from omnitrain.diagnostics.script import Script
 
     def report(line: str) -> None:
-        if not args.is_json:
+        if not args.json:
             print(line, flush=True)
 
     script = Script(args.script, args.arguments, args.processes)
     with _untried_as_config_error():
         result = drill(script, args.kills, args.signals.split(","), args.seed, timeout=args.timeout, report=report)
-    print(result.to_json() if args.is_json else result.verdict())
+    print(result.to_json() if args.json else result.verdict())
     if args.picture is not None:
         path = result.plot(args.picture)
         report(f"Drawn in {path}.")

@@ -11,8 +11,8 @@ import torch
 class DeviceRuntime:
     """What the host asks of a device; this base class serves devices that it never runs ahead of, such as a CPU.
 
-    Everything that depends on the kind of device is decided here, and nowhere else: other code asks for what a device
-    can do, not for its name.
+    What copies, events, memory and capabilities depend on is decided here: other code asks for what a device can do,
+    not for its name.
 
     Attributes:
         has_streams: Whether the host queues work on streams and runs ahead, so that a copy ends later than its call,
