@@ -10,7 +10,6 @@ import math
 import os
 import random
 import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
@@ -18,6 +17,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from omnitrain.compute.random_state import snapshot_rng
 from omnitrain.config import overrides
 from omnitrain.core.events import Callback
 
@@ -87,7 +87,7 @@ class Observer(Callback):
         loss = math.fsum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else None
         self._write(
             trainer, "step", batch=self._batches, loss=loss, rates=[group["lr"] for group in _groups(trainer)],
-            random=digest(_random_state()), weights=digest(_weights(trainer.model)),
+            random=digest(snapshot_rng(trainer.device)), weights=digest(_weights(trainer.model)),
         )  # fmt: skip
         if self._save_steps is not None and step % self._save_steps == 0:
             trainer.control.schedule("save")
@@ -262,15 +262,6 @@ def _weights(model: torch.nn.Module) -> Iterable[torch.Tensor]:
 
 def _groups(trainer: Any) -> list[dict[str, Any]]:
     return trainer.backend.optimizer.param_groups
-
-
-def _random_state() -> list[Any]:
-    state: list[Any] = [torch.get_rng_state(), list(random.getstate()[1])]
-    if "numpy" in sys.modules:
-        state.append(list(sys.modules["numpy"].random.get_state())[1:3])
-    if torch.cuda.is_initialized():
-        state.append(torch.cuda.get_rng_state_all())
-    return state
 
 
 def _objects(trainer: Any) -> Iterator[tuple[str, dict[str, str]]]:
