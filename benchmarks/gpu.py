@@ -63,7 +63,11 @@ class Group:
 
 GROUPS = [
     Group("steps", ["test_loop_gpu", "test_accelerated_gpu", "test_precision_gpu", "test_watching_gpu"], 110),
-    Group("memory and checkpoints", ["test_memory_gpu", "test_checkpoints_gpu", "test_hf_gpu"], 110),
+    Group(
+        "memory and checkpoints",
+        ["test_memory_gpu", "test_checkpoints_gpu", "test_hf_gpu", "test_diagnostics_gpu"],
+        120,
+    ),
     Group("sharding", ["test_sharding_gpu"], 100),
     Group("compiled models", ["test_compile_gpu"], 80),
 ]

@@ -316,4 +316,5 @@ def _digest_random(device: torch.device) -> Tensor:
         add(generator.snapshot())
     if device.type not in ("cpu", "meta"):
         add(torch.get_device_module(device).get_rng_state(device).numpy())
-    return torch.tensor(struct.unpack("=2q", hasher.digest()), dtype=torch.int64, device=device)
+    words = torch.tensor(struct.unpack("=2q", hasher.digest()), dtype=torch.int64)
+    return words.to(device, non_blocking=True)  # made there, the host would wait for it

@@ -1,6 +1,7 @@
 """A loop that does not wait for the GPU, and batches that are copied ahead and arrive as they were."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from recipes import Sentences, Tagger, distance, fit, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from omnitrain import SAM, Algorithm, Callback, SpikeGuard
+from omnitrain import SAM, Algorithm, Callback, SpikeGuard, Trace
 
 FP32 = torch.float32
 
@@ -43,15 +44,19 @@ TOGETHER = {
         {},
         TOGETHER,
         {"algorithms": [SpikeGuard(threshold=100.0, every=10)]},
+        {"callbacks": [Trace()]},
         pytest.param({"num_workers": 2}, marks=pytest.mark.processes),
     ],
-    ids=["plain", "everything", "spikes", "workers"],
+    ids=["plain", "everything", "spikes", "trace", "workers"],
 )
-def test_step_does_not_wait_for_device(device: torch.device, kind: str, options: dict[str, Any]) -> None:
+def test_step_does_not_wait_for_device(
+    device: torch.device, kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     forbid = Forbid(50, 10)
+    options = {**options, "callbacks": [forbid, *options.get("callbacks", [])]}
     data = rows(200 * options.get("gradient_accumulation_steps", 1), FP32)
     trainer = make(
-        kind, device, t16(dropout=0.1, dtype=FP32), data, epochs=2, log_steps=10, callbacks=[forbid], **options
+        kind, device, t16(dropout=0.1, dtype=FP32), data, epochs=2, log_steps=10, save_dir=tmp_path, **options
     )
     with waiting_allowed_at_last(device):
         trainer.train()
