@@ -182,9 +182,9 @@ def named_in(page: str, title: str) -> set[str]:
 
 
 def test_huggingface_page_lists_differences() -> None:
-    assert set(hf_arguments.UNSUPPORTED) <= named_in("docs/huggingface.md", "What is refused")
+    assert set(hf_arguments.UNSUPPORTED) <= named_in("docs/training-arguments.md", "What is rejected")
     older = {*hf_arguments.RENAMED, *hf_arguments.SWITCHES, *hf_arguments.MOVED, *hf_arguments.WITHOUT_EFFECT}
-    assert named_in("docs/huggingface.md", "Older names") == older
+    assert named_in("docs/training-arguments.md", "Older names") == older
     text = PAGES["docs/huggingface.md"].read_text(encoding="utf-8").split("\n## Overriding\n")[1]
     assert not [hook for hook in NEVER_CALLED if f"`{hook}`" not in text]
 
@@ -270,7 +270,7 @@ def with_tables(text: str) -> str:
 
 def test_generated_tables_are_current() -> None:
     """If not: `python tests/test_docs.py` writes them anew."""
-    text = PAGES["docs/metrics-and-direction.md"].read_text(encoding="utf-8")
+    text = PAGES["docs/metric-names.md"].read_text(encoding="utf-8")
     assert text.count("<!-- made from the code: ") == len(TABLES)
     assert text == with_tables(text)
 

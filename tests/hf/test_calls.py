@@ -42,7 +42,7 @@ def trained(*args: Any, **options: Any) -> Any:
 
 # --- names
 
-PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
+PAGE = Path(__file__).parents[2] / "docs" / "training-arguments.md"
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 
 
