@@ -24,7 +24,8 @@ from omnitrain.compute.precision import Dtypes
 from omnitrain.core.errors import ConfigError, DistributedError, format_list
 from omnitrain.distributed.ranks import as_bytes
 from omnitrain.model.units import StepOutput
-from omnitrain.optim.sparse_gradients import has_sparse_gradients, parameters_by_layout
+from omnitrain.optim.build import has_sparse_gradients
+from omnitrain.optim.sparse_gradients import parameters_by_layout
 
 
 class Runner(nn.Module):

@@ -214,7 +214,8 @@ def build_optimizer(
         if isinstance(spec, str) and factory in _FUSED and not IMPLEMENTATION & options.keys():
             # on a GPU it is quicker, and skips a bad update itself, so that the host need not wait in each step
             is_ahead = all(device_runtime(parameter.device).has_streams for parameter in trainable)
-            rates |= {"fused": True} if is_ahead and has_fused_kernel(trainable) else {}
+            is_sparse = any(map(has_sparse_gradients, model.modules()))  # which fused kernels do not train
+            rates |= {"fused": True} if is_ahead and not is_sparse and has_fused_kernel(trainable) else {}
         check_optimizer_kwargs(options, factory)
         optimizer = make_optimizer(factory, trainable, rates, options)
     if not hasattr(optimizer, "param_groups"):
@@ -229,6 +230,11 @@ def build_optimizer(
             "change. Build it from `model.parameters()` of the model that you pass."
         )
     return optimizer
+
+
+def has_sparse_gradients(module: nn.Module) -> bool:
+    """Return whether a module is an embedding that asks for sparse gradients, as DDP asks too."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
 
 
 def needs_closure(optimizer: Any) -> bool:

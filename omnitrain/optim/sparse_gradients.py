@@ -9,12 +9,7 @@ import torch
 from torch import nn
 
 from omnitrain.core.errors import ConfigError, format_list
-from omnitrain.optim.build import try_step
-
-
-def has_sparse_gradients(module: nn.Module) -> bool:
-    """Return whether a module is an embedding that asks for sparse gradients, as DDP asks too."""
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+from omnitrain.optim.build import has_sparse_gradients, try_step
 
 
 def parameters_by_layout(model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
+from torch.export.passes import move_to_device_pass
 from torch.utils._pytree import tree_map_only
 
 from omnitrain.checkpoint.state_dicts import unwrap
@@ -54,24 +55,28 @@ def export_model(evaluation: Evaluation, loader: Loader, path: Path, overwrite: 
     args, kwargs = _example_inputs(evaluation, loader)
 
     def write() -> Path:
+        # until the file is there, as the program has the tensors of the model
         with evaluation.outside_run(), evaluation.eval_weights.swapped_in(), torch.no_grad():
             model = unwrap(trainer.backend.model)
             was_training = {module: module.training for module in model.modules()}
             try:
                 model.eval()
+                outputs = [output.cpu() for output in tensors_in(model(*args, **kwargs))]
                 program = _export(model, args, kwargs)
-                outputs = [*tensors_in(model(*args, **kwargs))]
-                results = [*tensors_in(program.module()(*args, **_tensor_inputs(kwargs)))]
             finally:
                 for module, mode in was_training.items():
                     module.training = mode
+            if trainer.device.type != "cpu":  # so that the file runs on any machine
+                program = move_to_device_pass(program, "cpu")
+            inputs = tree_map_only(torch.Tensor, torch.Tensor.cpu, (args, _tensor_inputs(kwargs)))
+            results = [*tensors_in(program.module()(*inputs[0], **inputs[1]))]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(f".part-{path.name}")
+            if path.suffix == ".onnx":
+                torch.onnx.export(program, (), part, verbose=False, external_data=False)
+            else:
+                torch.export.save(program, part)
         error = max((float((a - b).abs().max()) for a, b in zip(outputs, results, strict=True) if a.numel()), default=0)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".part-{path.name}")
-        if path.suffix == ".onnx":
-            torch.onnx.export(program, (), part, verbose=False, external_data=False)
-        else:
-            torch.export.save(program, part)
         os.replace(part, path)
         card.write_text(_card(evaluation, path, model, (args, kwargs), outputs, error), encoding="utf-8")
         return path

@@ -163,3 +163,10 @@ def test_model_saved_on_device_loads_on_host(device: torch.device, kind: str, tm
     plain = t16(dtype=FP32)
     plain.load_state_dict(tensors)
     assert same(weights(plain), [parameter.cpu() for parameter in weights(trainer.get_model())])
+
+
+def test_exported_model_runs_on_a_cpu(device: torch.device, kind: str, tmp_path: Path) -> None:
+    trainer = fit(make(kind, device, t16(dtype=FP32), rows(32, FP32), rows(8, FP32)))
+    program = torch.export.load(trainer.export(tmp_path / "model.pt2")).module()
+    expected = torch.as_tensor(trainer.predict(rows(8, FP32)).predictions)
+    torch.testing.assert_close(program(rows(8, FP32)[:][0]), expected, rtol=1e-5, atol=1e-5)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from devices import forbid_waiting, keep_busy, make, trainer_class, waiting_allowed_at_last
-from recipes import Sentences, Tagger, distance, fit, rows, same, t16, weights
+from recipes import Bags, Sentences, Tagger, bags, distance, fit, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
@@ -256,6 +256,15 @@ def test_workers_and_pinned_memory_change_no_number(device: torch.device, kind: 
 
 
 # --- kernels
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_sparse_gradients_train_as_dense_ones(device: torch.device, kind: str, optimizer: str) -> None:
+    ends = []
+    for sparse in (True, False):
+        options: dict[str, Any] = {"batch_size": 8, "optimizer": optimizer, "loss_fn": F.mse_loss, "epochs": 2}
+        ends.append(weights(fit(make(kind, device, Bags(sparse), bags(22), **options)).get_model()))
+    assert distance(*ends) < 1e-12
 
 
 class Words(nn.Module):

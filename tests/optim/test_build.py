@@ -51,6 +51,7 @@ def test_optimizer_defaults_to_fused_adamw(model: nn.Module) -> None:
         optimizers = [build_optimizer(name, model, 1.0, 0.0) for name in ("adam", "sgd", "rprop")]
         assert [optimizer.defaults.get("fused") for optimizer in optimizers] == [True, True, None]
         assert build_optimizer("adam", model, 1.0, 0.0, {"foreach": True}).defaults["fused"] is None
+        assert build_optimizer("sgd", nn.Embedding(3, 2, sparse=True), 1.0, 0.0).defaults["fused"] is None
     assert build_optimizer("sgd", model, 1.0, 0.0).defaults["fused"] is None
     model = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])  # which has no fused kernel
     optimizer = build_optimizer(None, model, 1e-3, 0.0)

@@ -14,7 +14,7 @@ from recipes import rows, t16
 from tiny import Tokens, gpt
 from torch import nn
 
-from omnitrain import EMA, AccelerateTrainer, ConfigError, MissingExtraError, StepOutput, Trainer
+from omnitrain import EMA, AccelerateTrainer, Callback, ConfigError, MissingExtraError, StepOutput, Trainer
 
 
 class Branching(nn.Module):
@@ -56,6 +56,24 @@ def test_exported_model_gives_the_same_outputs(name: str, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"model.pt2' exists already. Pass overwrite=True"):
         trainer.export(path)
     assert trainer.export(path, overwrite=True) == path and len(list(path.parent.iterdir())) == 2
+
+
+class Exports(Callback):
+    """Exports the model in the run, and notes what it then gives in evaluations."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.expected = path, torch.empty(0)
+
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.progress.step == 5:
+            trainer.export(self.path)
+            self.expected = torch.as_tensor(trainer.predict(rows(3)).predictions)
+
+
+def test_export_in_a_run_has_the_weights_of_evaluations(tmp_path: Path) -> None:
+    exports = Exports(tmp_path / "model.pt2")
+    make(t16(), algorithms=[EMA(0.5)], callbacks=[exports], learning_rate=0.1).train()
+    torch.testing.assert_close(load(exports.path)(rows(3)[:][0]), exports.expected, rtol=1e-12, atol=1e-12)
 
 
 def test_exported_language_model_takes_any_length(tmp_path: Path) -> None:
