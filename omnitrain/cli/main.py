@@ -24,7 +24,7 @@ from omnitrain.core.errors import ConfigError, OmnitrainError, did_you_mean
 # The groups of commands in the help.
 GROUPS: dict[str, tuple[str, ...]] = {
     "train": ("demo", "train", "sweep", "launch", "config"),
-    "prove": ("verify", "drill", "parity", "diff", "replay"),
+    "prove": ("check", "plan", "verify", "drill", "parity", "diff", "replay"),
     "look": ("checkpoint", "compare"),
 }
 # Earlier spellings of commands.
@@ -119,6 +119,8 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         _add_config,
         _add_checkpoint,
         _add_compare,
+        _add_check,
+        _add_plan,
         _add_verify,
         _add_drill,
         _add_parity,
@@ -334,6 +336,56 @@ def _print_and_draw(result: Any, image: Path | None) -> None:
     print(result)
     if image is not None:
         print(f"Drawn in {result.plot(image)}.")
+
+
+def _add_check(commands: Any) -> None:
+    check = _add_command(
+        commands,
+        "check",
+        "Look for faults of a script's data, model and loss before its first step.",
+        "Nothing is trained: it ends at the first train(). Exit code 0: no error and no warning; 1: some; 2: it could "
+        "not be tried.",
+    )
+    add = check.add_argument
+    about = "samples of each set to read, at most (default: %(default)s)"
+    add("--samples", type=int, default=10_000, metavar="N", help=about)
+    about = "seconds to read each set, and to overfit a batch, at most (default: %(default)s)"
+    add("--seconds", type=float, default=5.0, metavar="S", help=about)
+    _add_rehearsal(check, "check", ("samples", "seconds"))
+
+
+def _add_plan(commands: Any) -> None:
+    plan = _add_command(
+        commands,
+        "plan",
+        "Print steps, learning rates, memory, disk and time of a script's run.",
+        "Nothing is trained: it ends at the first train(). Exit code 0: it fits; 1: it does not; 2: it could not be "
+        "tried.",
+    )
+    about = "memory of each device of another machine, such as 80GB"
+    plan.add_argument("--device", metavar="SIZE", help=about)
+    plan.add_argument("--ranks", type=int, metavar="N", help="processes of the run, if it is to have others than here")
+    _add_rehearsal(plan, "plan", ("device", "ranks"))
+
+
+def _add_rehearsal(parser: argparse.ArgumentParser, call: str, options: Sequence[str]) -> None:
+    """Have a command make a call of the first trainer that a script trains, with these options."""
+    about = "processes of the script (default: 1)"
+    parser.add_argument("-n", dest="processes", type=int, default=1, metavar="N", help=about)
+    _add_script(parser, timeout=600.0)
+    parser.set_defaults(run=partial(_rehearse, call, options))
+
+
+def _rehearse(call: str, options: Sequence[str], args: argparse.Namespace) -> int:
+    from omnitrain.diagnostics.script import Script
+
+    values = {name: getattr(args, name) for name in options}
+    script, function = Script(args.script, args.arguments, args.processes), "omnitrain.diagnostics.rehearsal.rehearse"
+    with _untried_as_config_error():
+        answer = script.call_trainer(function, args.timeout, call=call, options=values)
+    text = f"{args.script}: {answer['trainer']}\n{answer['text']}"
+    print(json.dumps(answer["result"], indent=2) if args.json else text)
+    return 0 if answer["result"]["ok"] else 1
 
 
 def _add_verify(commands: Any) -> None:

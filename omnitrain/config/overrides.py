@@ -13,12 +13,24 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NoReturn, TypedDict
 
 from omnitrain.config.names import import_object
+from omnitrain.core.errors import OmnitrainError
 
 VARIABLE = "OMNITRAIN_OVERRIDES"
 """The environment variable with `Overrides` as JSON."""
+
+
+class Rehearsal(TypedDict):
+    """A call on a trainer that is about to train."""
+
+    function: str
+    """The dotted name of a function of the trainer, which returns JSON types."""
+    arguments: dict[str, Any]
+    """Its other arguments."""
+    path: str
+    """The JSON file to which the main rank writes the "result", or the "problem"; its folder is temporary."""
 
 
 class Overrides(TypedDict, total=False):
@@ -36,6 +48,8 @@ class Overrides(TypedDict, total=False):
     """Arguments of the constructors."""
     trainer: str
     """The public class in place of the script's: "Trainer", "AccelerateTrainer" or "HFTrainer"."""
+    rehearsal: Rehearsal
+    """What the first `train()` does instead of training; then the process ends."""
 
 
 # Arguments that transformers calls by another name.
@@ -162,6 +176,8 @@ def _is_file_logger(logger: Any) -> bool:
 def override_run(trainer: Any, resume_from: Any, more: Any) -> Any:
     """Return from where a call of `train()` resumes; each further call of a trainer has a folder of its own."""
     overrides, attributes = read_overrides(), vars(trainer)
+    if "rehearsal" in overrides:
+        _rehearse(trainer, overrides["rehearsal"])
     calls = attributes["_calls_of_train"] = attributes.get("_calls_of_train", 0) + 1
     attributes["_resume_from"] = resume_from
     if "resume_from" in overrides and calls == 1:
@@ -183,6 +199,24 @@ def override_run(trainer: Any, resume_from: Any, more: Any) -> Any:
     return "auto" if resume_from == "auto" else resume_from
 
 
+def _rehearse(trainer: Any, rehearsal: Rehearsal) -> NoReturn:
+    """Write the result of a call on a trainer, or what it has raised, and end the process."""
+    try:
+        answer = {"result": import_object(rehearsal["function"])(trainer, **rehearsal["arguments"])}
+    except Exception as error:
+        answer = {"problem": str(error) if isinstance(error, OmnitrainError) else f"{type(error).__name__}: {error}"}
+    if trainer.is_main_process:
+        write_json(rehearsal["path"], answer)
+    raise SystemExit(0)
+
+
+def write_json(path: str, content: Any) -> None:
+    """Write a JSON file that is complete as soon as it exists."""
+    part = Path(f"{path}.part")
+    part.write_text(json.dumps(content))
+    part.replace(path)
+
+
 def describe_run(trainer: Any) -> dict[str, Any]:
     """Return what the script itself has given for a run: its `save_dir`, and what it resumes from."""
     save_dir = vars(trainer)["save_dir"]
@@ -201,7 +235,10 @@ def _change_folder(trainer: Any, folder: Path) -> None:
 
 def override_model_folder(path: str | Path) -> str | Path:
     """Return where a model is written instead of the folder that a script names."""
-    root = read_overrides().get("save_dir")
+    overrides = read_overrides()
+    root = overrides.get("save_dir")
+    if root is None and "rehearsal" in overrides:
+        root = os.path.dirname(overrides["rehearsal"]["path"])
     if root is None:
         return path
     target = _moved(path)

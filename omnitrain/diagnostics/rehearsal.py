@@ -44,6 +44,12 @@ def check_not_begun(loop: Loop, call: str) -> None:
         raise ConfigError(f"There is nothing for `{call}` to look at: pass `train_dataset` or `train_loader`.")
 
 
+def rehearse(trainer: Any, call: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of `check` or `plan` of a trainer, as text and as JSON types."""
+    result = getattr(trainer, call)(**options)
+    return {"trainer": type(trainer).__name__, "text": str(result), "result": result.to_json()}
+
+
 @contextlib.contextmanager
 def unchanged_run(loop: Loop) -> Iterator[None]:
     """Restore on exit what passes of the model and reading of the data change, but for weights.

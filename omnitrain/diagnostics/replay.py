@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -135,18 +134,18 @@ class StepRecorder(Callback):
         norm = trainer._step.grad_norm  # type: ignore[attr-defined]
         self._local["grad_norm"] = None if norm is None else float(norm)
         parts = trainer.ranks.one_per_share(trainer.ranks.gather("the samples of a step", self._local))
-        self.result = {"grad_norm": parts[0]["grad_norm"], "step": self.step, "save_dir": str(trainer.save_dir)}
+        self.result = {"grad_norm": parts[0]["grad_norm"], "step": self.step}
         for name in ("samples", "losses", "grad_norms"):
             self.result[name] = [value for part in parts for value in part.get(name, ())]
         self.result["notes"] = list(dict.fromkeys(note for part in parts for note in part.get("notes", ())))
         raise StepReplayed(0)
 
     def on_train_end(self, trainer: TrainerLike) -> None:
-        """Write the result, after the trace has written its last row."""
-        if self.path is not None and self.result and trainer.is_main_process:
-            temporary = Path(f"{self.path}.part")
-            temporary.write_text(json.dumps(self.result))
-            temporary.replace(self.path)
+        """Add the row of the trace, which has written its last one before, and write the result."""
+        if self.result and trainer.is_main_process:
+            self.result["row"] = _row_of(Path(str(trainer.save_dir)) / _REPLAYED_FILE, self.step, "step")
+            if self.path is not None:
+                overrides.write_json(self.path, self.result)
 
 
 def make_trace() -> Trace:
@@ -270,14 +269,11 @@ def replay_script(path: Path, step: int, script: Script, timeout: float = 3600.0
     """
     script.check()
     checkpoint = _find_checkpoint(path, step)
-    with tempfile.TemporaryDirectory(prefix="omnitrain-") as folder:
-        file = Path(folder) / "step.json"
-        outcome = script.run(Path(folder), _make_overrides(Path(folder), step, checkpoint, str(file)), timeout=timeout)
-        if not file.is_file():
-            reason = f"ran longer than {timeout:g} s" if outcome.timed_out else f"ended with exit code {outcome.code}"
-            raise ConfigError(f"{script.path} {reason}, without coming to step {step}.\n{outcome.last_lines()}")
-        result = json.loads(file.read_text())
-        return _make_replay(path, step, checkpoint, result, None, script.processes, name)
+    result = script.read_result(
+        lambda file: _make_overrides(file.parent, step, checkpoint, str(file)), f"without coming to step {step}.",
+        timeout,
+    )  # fmt: skip
+    return _make_replay(path, step, checkpoint, result, None, script.processes, name)
 
 
 def _find_checkpoint(path: Path, step: int) -> Path | None:
@@ -323,7 +319,7 @@ def _make_replay(
 ) -> Replay:
     """Compare a replayed step with the run, and return both."""
     notes = list(result["notes"])
-    replayed = _row_of(Path(result["save_dir"]) / _REPLAYED_FILE, step, "step")
+    replayed: dict[str, Any] = result["row"]
     traced, logged = _row_of(path / TRACE_FILE, step, "step"), _row_of(path / METRICS_FILE, step, "train")
     same, differs = list[str](), list[str]()
     before = recorded_processes(path)

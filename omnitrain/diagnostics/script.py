@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -17,8 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import omnitrain
-from omnitrain.config.overrides import VARIABLE, Overrides
-from omnitrain.core.errors import ConfigError
+from omnitrain.config.overrides import VARIABLE, Overrides, Rehearsal
+from omnitrain.core.errors import ConfigError, escape_unprintable
 
 MAX_OUTPUT_BYTES = 1 << 24
 _RUN_ID = "OMNITRAIN_SCRIPT_RUN"
@@ -30,6 +32,8 @@ _NO_SERVICES = {
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",
 }
 """Environment variables with which trackers that a script starts itself send nothing."""
+# What torchrun puts before the lines of a rank.
+_RANK = re.compile(r"^\[rank\d+\]: ?")
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMNITRAIN_NUM_PROCESSES")
 
 
@@ -57,6 +61,14 @@ class Outcome:
                 file.seek(max(0, path.stat().st_size - (1 << 16)))
                 text += file.read()
         return "\n".join(text.decode(errors="replace").splitlines()[-count:])
+
+    def last_error(self) -> str:
+        """Return the last line of the output that names an error, or the last line of all."""
+        lines = [_RANK.sub("", line).strip() for line in self.last_lines(200).splitlines() if line.strip()]
+        kinds = ("Error", "Exception", "Exit")
+        errors = [line for line in lines if line.split(":")[0].rpartition(".")[2].endswith(kinds)]
+        ours = [line for line in errors if line.startswith("omnitrain.")]
+        return escape_unprintable((ours or errors or lines or ["no output"])[-1])[:300]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +149,49 @@ class Script:
                 code = process.wait()
             copier.join(timeout=10)  # a process that has escaped may hold the pipe open
         return Outcome(code if code >= 0 else 128 - code, time.monotonic() - start, output, timed_out)
+
+    def read_result(self, make_overrides: Callable[[Path], Overrides], goal: str, timeout: float = 600.0) -> Any:
+        """Run the script until something in it has written a JSON file, and return its content.
+
+        Args:
+            make_overrides: Returns what differs for the trainers, given the path of the file; its folder is temporary.
+            goal: What the script does not come to if there is no such file, as the end of a sentence.
+            timeout: Seconds after which it is killed.
+
+        Raises:
+            ConfigError: If the file was not written.
+        """
+        self.check()
+        with tempfile.TemporaryDirectory(prefix="omnitrain-") as folder:
+            file = Path(folder) / "result.json"
+            outcome = self.run(Path(folder), make_overrides(file), timeout=timeout)
+            if not file.is_file():
+                end = f"ran longer than {timeout:g} s" if outcome.timed_out else f"ended with exit code {outcome.code}"
+                raise ConfigError(f"{self.path} {end}, {goal}\n{outcome.last_lines()}")
+            return json.loads(file.read_text())
+
+    def call_trainer(self, function: str, timeout: float = 600.0, **arguments: Any) -> Any:
+        """Return what a function gives for the first trainer that the script trains, before its first step.
+
+        The script ends where it calls `train()`: nothing is trained.
+
+        Args:
+            function: The dotted name of the function, which is called with the trainer and returns JSON types.
+            timeout: Seconds after which the script is killed.
+            arguments: The other arguments of the function.
+
+        Raises:
+            ConfigError: If the script did not come to `train()`, or the function has raised an error.
+        """
+
+        def make_overrides(file: Path) -> Overrides:
+            return {"rehearsal": Rehearsal(function=function, arguments=arguments, path=str(file))}
+
+        goal = "without calling `train()` of a trainer of omnitrain. Give a script that trains, or a YAML file."
+        answer = self.read_result(make_overrides, goal, timeout)
+        if "problem" in answer:
+            raise ConfigError(f"{self.path}: {answer['problem']}")
+        return answer["result"]
 
 
 def _environment() -> dict[str, str]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import reprlib
 import stat
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich import filesize
 
@@ -20,12 +18,10 @@ from omnitrain.checkpoint.lookup import check_content, find_checkpoints
 from omnitrain.checkpoint.manifest import read_manifest
 from omnitrain.checkpoint.run_record import RUN_FILE, package_versions, read_record, read_starts
 from omnitrain.core.errors import CheckpointError, ConfigError, escape_unprintable
-from omnitrain.core.events import Callback, TrainerLike
 from omnitrain.core.files import open_regular
 from omnitrain.diagnostics.script import Script
 
 if TYPE_CHECKING:
-    from omnitrain.config.overrides import Overrides
     from omnitrain.trainer.base import BaseTrainer
 
 State = Literal["same", "changed", "gone"]
@@ -198,35 +194,8 @@ def verify_folder(path: Path, description: Mapping[str, Any] | None = None, name
     return RunVerification(name or str(path), checkpoints, findings, uncompared)
 
 
-class TrainerDescriber(Callback):
-    """Writes what `describe_trainer` returns when a run begins, and ends it.
-
-    Args:
-        path: The JSON file to write.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path: str = path
-
-    def on_train_start(self, trainer: TrainerLike) -> None:
-        if trainer.is_main_process:
-            description = describe_trainer(cast("BaseTrainer", trainer))
-            settings, name = description["settings"], type(self).__name__
-            for key in ("callbacks", "callback_options"):
-                entries = settings.get(key)
-                if isinstance(entries, dict):
-                    settings[key] = {entry: value for entry, value in entries.items() if not entry.startswith(name)}
-                elif isinstance(entries, list):
-                    settings[key] = [entry for entry in entries if name not in str(entry)]
-            Path(f"{self.path}.part").write_text(json.dumps(description))
-            Path(f"{self.path}.part").replace(self.path)
-        raise SystemExit(0)
-
-
 def describe_script(words: Sequence[str], processes: int = 1, timeout: float = 600.0) -> dict[str, Any]:
-    """Return what `describe_trainer` returns for the first trainer of a script that trains.
-
-    The script runs in a process of its own until it begins to train; it writes into a temporary folder.
+    """Return what `describe_trainer` returns for the first trainer that a script trains, in a process of its own.
 
     Args:
         words: The script, or a YAML file as for `omnitrain train`, and its arguments.
@@ -234,22 +203,9 @@ def describe_script(words: Sequence[str], processes: int = 1, timeout: float = 6
         timeout: Seconds after which it is ended.
 
     Raises:
-        ConfigError: If the script did not begin to train.
+        ConfigError: If the script does not train.
     """
-    script = Script(words[0], words[1:], processes)
-    script.check()
-    with tempfile.TemporaryDirectory(prefix="omnitrain-") as folder:
-        file = Path(folder) / "trainer.json"
-        describer = {"class_path": f"{__name__}.{TrainerDescriber.__name__}", "init_args": {"path": str(file)}}
-        changes: Overrides = {"save_dir": str(Path(folder) / "runs"), "resume_from": "", "callbacks": [describer]}
-        outcome = script.run(Path(folder), changes, timeout=timeout)
-        if not file.is_file():
-            reason = f"ran longer than {timeout:g} s" if outcome.timed_out else f"ended with exit code {outcome.code}"
-            raise ConfigError(
-                f"{words[0]} {reason}, before an omnitrain trainer began to train. Give the script that made the "
-                f"run.\n{outcome.last_lines()}"
-            )
-        return json.loads(file.read_text())
+    return Script(words[0], words[1:], processes).call_trainer(f"{__name__}.{describe_trainer.__name__}", timeout)
 
 
 def recorded_processes(path: Path) -> int:

@@ -209,5 +209,5 @@ def test_replay_takes_two_processes(script: str, capsys: Any) -> None:
 @pytest.mark.processes
 def test_verify_rejects_script_without_trainer(tmp_path: Path) -> None:
     (tmp_path / "none.py").write_text("raise SystemExit('nothing to do')")
-    with pytest.raises(ConfigError, match=r"(?s)ended with exit code 1, before .*nothing to do"):
+    with pytest.raises(ConfigError, match=r"(?s)ended with exit code 1, without .*nothing to do"):
         describe_script([str(tmp_path / "none.py")])
