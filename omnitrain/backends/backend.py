@@ -301,6 +301,11 @@ class Backend:
         self.scaler.update()
         return self.scaler.get_scale() >= scale  # the scale falls only after a skipped step
 
+    def reset_scaler(self) -> None:
+        """Forget that gradients were unscaled for an update that is not made; the loss scale is unchanged."""
+        self.scaler.scale(torch.zeros((), device=self.device))  # it has no scale to update before its first use
+        self.scaler.update(self.scaler.get_scale())
+
     def check_all_reduced(self) -> None:
         """Raise DistributedError if the gradients were not averaged over the ranks."""
 

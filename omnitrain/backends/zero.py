@@ -113,6 +113,9 @@ class LossScale(torch.amp.GradScaler):
         """Return the scale in force."""
         return 1.0 if self._scaler is None else float(self._scaler.cur_scale)
 
+    def update(self, new_scale: Any = None) -> None:
+        """Do nothing: DeepSpeed updates the scale in its step."""
+
     def set_growth_interval(self, new_interval: int) -> None:
         """Set after how many steps without an overflow the scale doubles."""
         self._scaler.scale_window = new_interval

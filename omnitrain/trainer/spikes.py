@@ -97,8 +97,7 @@ class Spikes:
 
     def expect_nonfinite(self) -> None:
         """Judge right after this step, which is not finite."""
-        # by a scaled loss, each rank decides for itself that a step is not finite: the others would not take part
-        self._is_urgent = self._trainer.world_size == 1 or not self._trainer.backend.can_skip
+        self._is_urgent = True
 
     # --- between steps
 

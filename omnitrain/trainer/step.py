@@ -223,6 +223,7 @@ class Step:
         self._is_first, self._is_in_training = True, False
         self._collect_parameters()
         self._backend.clear_gradients()
+        self._backend.reset_scaler()  # an error may have ended an earlier run within a step
         self._backend.check_update()
         self._warn_low_precision()
         if self._auto_microbatch is not None:
@@ -535,7 +536,10 @@ class Step:
             self._backend.scaler.unscale_(self._backend.optimizer)
             self.grad_norm = self._clip(self._lifecycle.emit_in_step)
             self._lifecycle.emit(Event.BEFORE_OPTIMIZER_STEP)
-        return self._should_update(self.grad_norm)
+        if self._should_update(self.grad_norm):
+            return True
+        self._backend.reset_scaler()
+        return False
 
     def _clip(self, emit: Callable[..., None] | None = None) -> torch.Tensor:
         """Have algorithms change the gradients, and clip them; return their norm before either."""
@@ -800,8 +804,12 @@ class Step:
 
     def _finiteness_value(self, norm: torch.Tensor) -> float | torch.Tensor:
         """Return a number that is finite if and only if the losses so far and the gradients are."""
-        if self._scales_loss:
-            return self.loss.sum  # the scaler handles an infinite gradient: it skips the step
+        if self._scales_loss:  # the scaler handles an infinite gradient: it skips the step
+            if self._ranks.world_size == 1 or math.isfinite(norm):
+                return self.loss.sum
+            # a loss that is not finite on any rank: another scale on each of them would change the gradients
+            is_bad = not math.isfinite(self.loss.sum)
+            return math.nan if any(self._ranks.sum("the losses of a step that is not finite", is_bad)) else 0.0
         if self._ranks.world_size > 1:
             return norm
         return self.loss.sum + (read_on_cpu(norm) if isinstance(self.loss.sum, float) else norm)

@@ -18,7 +18,7 @@ from recipes import Blank, Graphs, Overflowing, Tagger, Trace, fit, rows, t16
 from torch import nn
 from transformers import TrainingArguments
 
-from omnitrain import AccelerateTrainer, Callback, DistributedError, GradualUnfreezing, HFTrainer
+from omnitrain import AccelerateTrainer, Callback, DistributedError, GradualUnfreezing, HFTrainer, SpikeGuard
 from omnitrain.core.errors import NonFiniteError
 from omnitrain.data.sampling import EpochSampler
 
@@ -30,6 +30,8 @@ STEPS = [*((backend, True) for backend in MAIN[1:]),
 TARGETS = [("ddp", "mean"), ("ddp", "sum"), ("zero3", "mean"), ("hf2", "sum"), ("fsdp", "sum"), ("zero1", "sum"),
            ("accelerate", "mean"), ("hf_fsdp", "mean"), ("hf_zero2", "sum")]  # fmt: skip
 SKIPS = [("ddp", False), ("fsdp", True), ("hf2", True), ("zero3", False), ("hf_zero2", True)]
+SCALED = [("ddp", "skip"), ("fsdp", "skip"), ("ddp", "rewind"), ("hf2", "rewind")]
+"""Backend, and what is done about a loss that is scaled and not finite."""
 CHANGED = [
     ("recomputed", "fsdp"), ("compiled", "fsdp"), ("recomputed", "ddp"), ("compiled", "ddp"), ("recomputed", "zero3"),
     ("compiled", "zero2"), ("compiled", "hf_fsdp"), ("recomputed", "hf_fsdp"), ("compiled", "zero3"),
@@ -39,8 +41,10 @@ POISONED = {"first batch, second process": 10, "last batch, second process": 14,
 """Where in the second step, of 2 batches of 2 samples on each of two processes, a sample gives NaN."""
 
 
-def poison(backend: str, dtype: str, place: str, policy: str, finite_gradient: bool) -> dict[str, Any]:
-    """Train on 24 rows of which one makes the loss NaN, and with it the gradient or not."""
+def poison(
+    backend: str, dtype: str, place: str, policy: str, finite_gradient: bool, scales: bool = False
+) -> dict[str, Any]:
+    """Train on 24 rows of which one makes the loss NaN, and with it the gradient or not; with a loss scaler or not."""
     data = rows(24, DTYPES[dtype])
     data.tensors[1][int(EpochSampler(24, 8).order(0)[POISONED[place]])] = 1e3
 
@@ -53,7 +57,11 @@ def poison(backend: str, dtype: str, place: str, policy: str, finite_gradient: b
 
     trace = Trace()
     options = {**RECIPE, "epochs": 1, "batch_size": 2, "global_batch_size": 8, "on_nonfinite": policy}
+    if policy == "rewind":
+        options |= {"on_nonfinite": "raise", "algorithms": [SpikeGuard(every=1)]}
     trainer = make_trainer(backend, t16(dtype=DTYPES[dtype]), data, loss_fn=loss_fn, callbacks=[trace], **options)
+    if scales:
+        trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     message = ""
     try:
         trainer.train()
@@ -65,6 +73,7 @@ def poison(backend: str, dtype: str, place: str, policy: str, finite_gradient: b
         "losses": [row["loss"] for row in trace.logs],
         "history": trainer.metrics["train_metrics_history"],
         "weights": [tensor.tolist() for tensor in tensors_of(trainer).values()],
+        "scale": trainer.scaler.get_scale() if scales else 1024.0,
     }
 
 
@@ -331,6 +340,9 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
         add(sorted(backend for backend, how in skipped if how == counts), f"skip-{counts}", skip, counts=counts)
     for backend in ("ddp", "hf2"):
         jobs.add(f"overflow-{backend}", backend, overflow)
+    for backend, policy in [("native", "skip"), ("native", "rewind"), *SCALED]:
+        options = {"dtype": "float32", "policy": policy, "finite_gradient": True, "scales": backend != "native"}
+        jobs.add(f"scaled-{backend}-{policy}", backend, poison, place="last batch, second process", **options)
     changed = asked_for(request, "how", "backend")
     for backend in sorted({backend for _, backend in changed}):
         jobs.add(f"plain {backend}", backend, learn)
@@ -417,6 +429,15 @@ def test_overflow_on_one_rank_skips_the_step_on_all(results: Any, backend: str) 
     assert first == second
     assert first["steps"] == [8, 2, 8] and first["scale"] == 256.0
     assert all(math.isfinite(weight) for weight in first["weights"])
+
+
+@pytest.mark.parametrize(("backend", "policy"), SCALED)
+def test_nan_on_one_rank_keeps_the_scale_on_all(results: Any, backend: str, policy: str) -> None:
+    (reference,) = results[f"scaled-native-{policy}"]
+    assert reference["steps"] == ([2, 1] if policy == "skip" else [2, 0])
+    for rank in results[f"scaled-{backend}-{policy}"]:
+        assert "error" not in rank, rank
+        assert gap(rank, reference) <= bound("zero2")
 
 
 def test_custom_loop_needs_the_wrapped_model(results: Any) -> None:

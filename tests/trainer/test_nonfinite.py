@@ -3,15 +3,16 @@
 import copy
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from recipes import rows, t16, trainer_on_cpu
+from recipes import fit, rows, same, t16, trainer_on_cpu, weights
 from torch import nn
 from torch.nn import functional as F
 
-from omnitrain import HookCallback
+from omnitrain import HookCallback, NonFiniteError, SpikeGuard
 from omnitrain.compute.device_runtime import device_runtime
 from omnitrain.trainer.meters import LossMeter
 from omnitrain.trainer.step import FiniteGuard
@@ -128,6 +129,39 @@ def test_guard_release_restores_the_optimizer() -> None:
     run.step(2)
     assert run.guard.first_bad(wait=True) is None and not equal(run.state(), before)
     assert run.optimizer.state_dict()["param_groups"] == Run("AdamW", False).optimizer.state_dict()["param_groups"]
+
+
+def scaled(trainer_class: Any, data: Any, scale: float = 1024.0, **options: Any) -> Any:
+    """A trainer in fp32 with a loss scaler all the same."""
+    options = {"loss_fn": F.mse_loss, "epochs": 1, "batch_size": 4, "learning_rate": 0.01, "shuffle": False, **options}
+    trainer = trainer_on_cpu(trainer_class, t16(dtype=torch.float32), data, **options)
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{"on_nonfinite": "skip"}, {"algorithms": [SpikeGuard(action="skip")]}, {"algorithms": [SpikeGuard(every=3)]}],
+)
+def test_skipped_step_keeps_the_loss_scale(trainer_class: Any, policy: dict[str, Any]) -> None:
+    data = rows(40, torch.float32)
+    data.tensors[1][21] = NAN
+    run, plain = (fit(scaled(trainer_class, data, scale, **policy)) for scale in (1024.0, 1.0))
+    assert run.scaler.get_scale() == 1024.0 and run.progress.step == 9
+    assert same(weights(run.model), weights(plain.model))
+
+
+def test_scaled_run_resumes_after_an_error_within_a_step(trainer_class: Any, tmp_path: Path) -> None:
+    """In the same process, whose scaler has unscaled gradients that no update took."""
+    data = rows(40, torch.float32)
+    expected = fit(scaled(trainer_class, data))
+    number, data.tensors[1][21] = data.tensors[1][21].clone(), NAN
+    trainer = scaled(trainer_class, data, save_dir=tmp_path, save_steps=2)
+    with pytest.raises(NonFiniteError):
+        trainer.train()
+    data.tensors[1][21] = number
+    trainer.train(resume_from="auto", allow_change={"train_dataset"})
+    assert trainer.scaler.get_scale() == 1024.0 and same(weights(trainer.model), weights(expected.model))
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
