@@ -57,15 +57,15 @@ class GradientClipping(Algorithm):
                 f"`algorithms` holds GradientClipping, and `max_grad_norm={norm}` clips as well. "
                 "Pass max_grad_norm=None; the norm is still logged."
             )
-        named = list(trainer.model.named_parameters())
+        parameters = list(trainer.model.named_parameters())
         for pattern in self.exclude:
-            if not any(re.search(pattern, name) for name, _ in named):
-                raise not_found("`exclude`", pattern, named)
+            if not any(re.search(pattern, name) for name, _ in parameters):
+                raise not_found("`exclude`", pattern, parameters)
 
     def begin_epoch(self, trainer: TrainerLike) -> None:
-        named = trainer.model.named_parameters()
+        parameters = trainer.model.named_parameters()
         self._clipped = [
-            parameter for name, parameter in named if not any(re.search(pattern, name) for pattern in self.exclude)
+            parameter for name, parameter in parameters if not any(re.search(pattern, name) for pattern in self.exclude)
         ]
 
     @torch.no_grad()

@@ -27,8 +27,8 @@ def patterns_of(argument: str, patterns: Sequence[str] | None) -> tuple[str, ...
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the floating-point parameters by their names in checkpoints."""
-    named = model.named_parameters()
-    return {bare_name(name): parameter for name, parameter in named if parameter.is_floating_point()}
+    parameters = model.named_parameters()
+    return {bare_name(name): parameter for name, parameter in parameters if parameter.is_floating_point()}
 
 
 def matching(model: nn.Module, match: Sequence[str] | None, owner: str, required: Collection[str] = ()) -> list[str]:

@@ -132,12 +132,12 @@ _DDP_OPTIONS: dict[str, type] = {
 }  # fmt: skip
 
 
-def check_ddp_options(options: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+def check_ddp_options(options: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of DDP, after a check of their names and values.
 
     Args:
         options: The argument `accelerator`.
-        others: Options by arguments of their own.
+        arguments: Options by arguments of their own.
 
     Raises:
         ConfigError: If one is unknown, wrong, or given twice.
@@ -153,9 +153,9 @@ def check_ddp_options(options: Mapping[str, Any], others: Mapping[str, Any]) -> 
         if type(value) is not kind or (kind is int and value < 1):
             expected = "a positive integer" if kind is int else "True or False"
             raise ConfigError(f"`accelerator[{name!r}]` must be {expected}, got {value!r:.200}.")
-        if name in others:
+        if name in arguments:
             raise ConfigError(f"`{name}` is given twice, by itself and in `accelerator`. Leave one of them out.")
-    return {**others, **options}
+    return {**arguments, **options}
 
 
 # The variables that a launcher sets; without one of them, DeepSpeed assumes MPI and needs mpi4py.

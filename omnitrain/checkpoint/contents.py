@@ -642,10 +642,10 @@ class Contents:
         local = {name: tensor.detach().cpu() for name, tensor in local.items()}
         gathered = ranks.gather_on_main("the states of the user's parts", [(states, local)])
         entries = [entry for (entry,) in ranks.one_per_share(gathered)] or [(states, local)]
-        (first, first_tensors), *others = entries
+        (first, first_tensors), *other_entries = entries
         if all(
             states == first and all(map(torch.equal, local.values(), first_tensors.values()))
-            for states, local in others
+            for states, local in other_entries
         ):
             tensors |= first_tensors
             return {"parts": [first]}

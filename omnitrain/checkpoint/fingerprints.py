@@ -387,7 +387,10 @@ class Difference(NamedTuple):
 def fingerprint_run(settings: Settings, sets: Sets, model: nn.Module) -> dict[str, Any]:
     """Return digests of the data and the code of a run, by argument and then by name, as JSON types."""
     loaders = {"train_dataset": by_name(sets.train), "eval_dataset": by_name(sets.eval)}
-    data = {name: {key: data_fingerprint(named[key]) for key in named} for name, named in loaders.items()}
+    data = {
+        name: {key: data_fingerprint(named_loaders[key]) for key in named_loaders}
+        for name, named_loaders in loaders.items()
+    }
     code: dict[str, dict[str, str]] = {"model": {"": _model_code(model)}}
     for name in ("loss_fn", "unit", "data_collator", "preprocess_logits_for_metrics", "compute_metrics"):
         value = getattr(settings, name)

@@ -115,11 +115,11 @@ def show(path: Path, as_json: bool = False) -> None:
     if as_json:
         shown = {"path": str(folder), "bytes": _count_bytes(folder), "saved": _format_date(folder, content)}
         shown |= {name: content.get(name) for name in ("format_version", "step", "score")}
-        named = {
+        specs = {
             part: {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in entries.items()}
             for part, (entries, _) in tensors.items()
         }
-        print(json.dumps({**shown, **sections, "frozen": [*frozen], "tensors": named}, indent=2), flush=True)
+        print(json.dumps({**shown, **sections, "frozen": [*frozen], "tensors": specs}, indent=2), flush=True)
         return
     version = f"format version {content['format_version']}"
     _print(f"{folder}: {_format_size(folder)}, saved {_format_date(folder, content)}, {version}")

@@ -299,8 +299,8 @@ def translate_training_args(args: transformers.TrainingArguments, kwargs: dict[s
     if args.weight_decay:
         model = kwargs["model"]
         decaying = transformers.Trainer.get_decay_parameter_names(cast("Any", None), model)
-        others = [re.escape(name) for name, _ in model.named_parameters() if name not in decaying]
-        fields["param_groups"] = [{"match": f"^({'|'.join(others)})$", "weight_decay": 0.0}] if others else None
+        undecayed = [re.escape(name) for name, _ in model.named_parameters() if name not in decaying]
+        fields["param_groups"] = [{"match": f"^({'|'.join(undecayed)})$", "weight_decay": 0.0}] if undecayed else None
     kwargs |= {name: value for name, value in fields.items() if kwargs.get(name) is None}
 
 

@@ -558,8 +558,8 @@ def check_untrained_loss(name: str, loss: Any, model: Any) -> None:
     trained = {id(parameter) for parameter in unwrap(model).parameters()}
     untrained = list[str]()
     for prefix, module in own_modules(loss, model).items():
-        named = module.named_parameters(prefix, recurse=False)
-        untrained += [key for key, parameter in named if parameter.requires_grad and id(parameter) not in trained]
+        parameters = module.named_parameters(prefix, recurse=False)
+        untrained += [key for key, parameter in parameters if parameter.requires_grad and id(parameter) not in trained]
     if untrained:
         raise ConfigError(
             f"{name} ({_class_name(loss)}) has parameters that are not the model's, and only those of the model are "

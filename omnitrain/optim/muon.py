@@ -156,6 +156,6 @@ def _outer(model: nn.Module) -> set[int]:
     embeddings = [module for module in layers if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     find: Any = getattr(model, "get_output_embeddings", None)  # of models of transformers
     head = find() if callable(find) else None
-    others = [module for module in layers if module not in embeddings]
-    output = [head] if isinstance(head, nn.Module) else others[-1:]
+    matrices = [module for module in layers if module not in embeddings]
+    output = [head] if isinstance(head, nn.Module) else matrices[-1:]
     return {id(parameter) for module in [*embeddings, *output] for parameter in module.parameters()}

@@ -23,7 +23,7 @@ Named = Sequence[tuple[str, nn.Parameter]]
 """Parameters with their names; tied ones come under each of theirs."""
 
 
-def freeze_parameters(named: Named, patterns: Iterable[str]) -> None:
+def freeze_parameters(named_parameters: Named, patterns: Iterable[str]) -> None:
     """Have parameters in whose names a pattern is found require no gradient, for good.
 
     Raises:
@@ -31,12 +31,12 @@ def freeze_parameters(named: Named, patterns: Iterable[str]) -> None:
     """
     frozen: dict[int, nn.Parameter] = {}
     for pattern in patterns:
-        matches = {id(parameter): parameter for name, parameter in named if re.search(pattern, name)}
+        matches = {id(parameter): parameter for name, parameter in named_parameters if re.search(pattern, name)}
         if not matches:
-            raise not_found("`freeze`", pattern, named)
+            raise not_found("`freeze`", pattern, named_parameters)
         frozen |= matches
-    trains = any(parameter.requires_grad for _, parameter in named)
-    if trains and not any(parameter.requires_grad and id(parameter) not in frozen for _, parameter in named):
+    trains = any(parameter.requires_grad for _, parameter in named_parameters)
+    if trains and not any(parameter.requires_grad and id(parameter) not in frozen for _, parameter in named_parameters):
         raise ConfigError(
             f"`freeze={list(patterns)!r}` leaves no parameter that trains. Leave out the part that is to be trained."
         )
@@ -45,7 +45,7 @@ def freeze_parameters(named: Named, patterns: Iterable[str]) -> None:
 
 
 def group_parameters(
-    optimizer: torch.optim.Optimizer, named: Named, specs: Sequence[Mapping[str, Any]], tells: bool = True
+    optimizer: torch.optim.Optimizer, named_parameters: Named, specs: Sequence[Mapping[str, Any]], tells: bool = True
 ) -> None:
     """Divide each group of a new optimizer by the names of its parameters, and give the parts their options.
 
@@ -53,7 +53,7 @@ def group_parameters(
 
     Args:
         optimizer: Its groups are changed in place.
-        named: All parameters of the model.
+        named_parameters: All parameters of the model.
         specs: Dicts of a regular expression, "match", and of options of the optimizer, or of "lr_scale", a factor of
             the group's rate. The first that matches a name of the parameter counts.
         tells: Whether to log the groups.
@@ -63,7 +63,7 @@ def group_parameters(
             unknown or out of its range.
     """
     names: dict[int, list[str]] = {}
-    for name, parameter in named:
+    for name, parameter in named_parameters:
         names.setdefault(id(parameter), []).append(name)
     groups: list[dict[str, Any]] = []
     rows: list[tuple[str, dict[str, Any]]] = []
@@ -79,7 +79,7 @@ def group_parameters(
             rows.append(("the rest" if place == len(specs) else specs[place]["match"], groups[-1]))
     for place, spec in enumerate(specs):
         if place not in used:
-            _check_frozen(f"`param_groups[{place}]`", spec["match"], named)
+            _check_frozen(f"`param_groups[{place}]`", spec["match"], named_parameters)
             rows.append((spec["match"], {"params": []}))
     optimizer.param_groups[:] = groups
     if tells:
@@ -165,17 +165,17 @@ def _options(
     return options
 
 
-def not_found(where: str, pattern: str, named: Iterable[tuple[str, Any]]) -> ConfigError:
+def not_found(where: str, pattern: str, named_parameters: Iterable[tuple[str, Any]]) -> ConfigError:
     """Return the error for a pattern, of the argument `where`, that is found in no parameter's name."""
-    names = format_list(name for name, _ in named)
+    names = format_list(name for name, _ in named_parameters)
     return ConfigError(f"{where}: {pattern!r} is found in no parameter's name. They are called {names}.")
 
 
-def _check_frozen(where: str, pattern: str, named: Named) -> None:
+def _check_frozen(where: str, pattern: str, named_parameters: Named) -> None:
     """Raise ConfigError for a pattern that no parameter is left for, unless all that it matches is frozen."""
-    matches = [parameter for name, parameter in named if re.search(pattern, name)]
+    matches = [parameter for name, parameter in named_parameters if re.search(pattern, name)]
     if not matches:
-        raise not_found(where, pattern, named)
+        raise not_found(where, pattern, named_parameters)
     if any(parameter.requires_grad for parameter in matches):
         raise ConfigError(
             f"{where}: {pattern!r} is left without a parameter, since earlier entries have taken all that it matches, "

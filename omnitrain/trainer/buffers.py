@@ -25,10 +25,10 @@ class Buffers:
 
     def collect(self, model: nn.Module) -> None:
         """List the buffers of a model."""
-        named = [
+        entries = [
             (module._buffers, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()
         ]
-        self._places = [(buffers, name) for buffers, name, buffer in named if buffer is not None]
+        self._places = [(buffers, name) for buffers, name, buffer in entries if buffer is not None]
         self._tensors = []
 
     def snapshot(self) -> None:

@@ -85,7 +85,7 @@ def test_optimizers_in_other_attributes_prevent_a_resume(tmp_path: Path, caplog:
         make(tmp_path, attribute="own").train(resume_from="auto")
 
 
-def test_optimizers_must_be_a_dict_of_the_names_in_the_checkpoint(tmp_path: Path) -> None:
+def test_optimizers_must_be_a_dict_of_the_saved_names(tmp_path: Path) -> None:
     make(tmp_path).train()
     trainer = make(tmp_path, 2)
     first, second = trainer.optimizers.values()
