@@ -55,7 +55,10 @@ class BatchProbe:
             return ["the model draws random numbers in evaluation mode too"]
         if self._halves is not None and self._is_equal(self._whole, self._halves):
             if any(_shapes(part) != _shapes(self._whole[0]) for part in self._parts):
-                return ["padding changes the loss: positions that only fill up a batch are not masked in the model"]
+                return [
+                    "padding changes the loss: positions that only fill up a batch are not masked in the model, or "
+                    "count as targets"
+                ]
             return [
                 f"`data_collator` ({_name(self._trainer.settings.data_collator)}) makes other rows of fewer samples"
             ]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from omnitrain.compute.random_state import isolated_rng, seed_everything
 from omnitrain.core.display import ResultView, Table
@@ -264,8 +264,8 @@ class _BatchProbe:
         seed_everything(self.trainer.settings.seed)
         with self.autocast():
             output: StepOutput = self.trainer._forward(self.model, batch)
-        self.output, loss, targets = output, output.required_loss(), output.num_targets
-        return loss if targets is None else loss / max(float(targets), 1)
+        self.output = output
+        return _mean_loss(output)
 
     @contextlib.contextmanager
     def training(self, is_first: bool = False) -> Iterator[None]:
@@ -286,7 +286,7 @@ class _BatchProbe:
         """Return loss and outputs of a batch in evaluation mode."""
         with self.backend.eval_mode(self.trainer.settings.seed), self.repeatable(), self.autocast():
             output = self.trainer._forward(self.model, batch)
-        return (math.nan if output.loss is None else float(output.loss)), output.outputs
+        return (math.nan if output.loss is None else float(_mean_loss(output))), output.outputs
 
     def is_any(self, flag: bool) -> bool:
         """Return whether something is true on any rank; called on all of them."""
@@ -342,6 +342,12 @@ class _BatchProbe:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def _mean_loss(output: StepOutput) -> torch.Tensor:
+    """Return the mean loss of a batch; a unit may return the sum over its targets."""
+    loss, targets = output.required_loss(), output.num_targets
+    return loss if targets is None else loss / max(float(targets), 1)
 
 
 def _brief(error: BaseException) -> str:
@@ -557,6 +563,24 @@ def _is_zero(gradient: torch.Tensor | None) -> bool:
 
 
 def _check_mixing(probe: _BatchProbe) -> Outcome:
+    try:
+        return _find_mixing(probe)
+    except NotTried as reason:  # what BatchNorm does is known without a trial
+        norms = [
+            _norm_note(name, module) for name, module in probe.model.named_modules()
+            if isinstance(module, _BatchNorm) and module not in probe._evaluating
+        ]  # fmt: skip
+        return f"not tried: {reason}", norms[:1]
+
+
+def _norm_note(name: str, module: nn.Module) -> CheckFinding:
+    return CheckFinding(
+        "note", "mixing", _title(name, module), "in training the samples of a batch see each other by its statistics",
+        "The numbers depend on `batch_size`, accumulation and processes; GroupNorm or LayerNorm do not.",
+    )  # fmt: skip
+
+
+def _find_mixing(probe: _BatchProbe) -> Outcome:
     changed = _with_other_first_row(probe.batch)
     if changed is None:
         raise NotTried("the samples of the batch cannot be told apart")
@@ -583,10 +607,7 @@ def _check_mixing(probe: _BatchProbe) -> Outcome:
         module = modules.get(name)
         where = _title(name, module)
         if is_training and isinstance(module, _NormBase):
-            findings.append(CheckFinding(
-                "note", "mixing", where, "in training the samples of a batch see each other by its statistics",
-                "The numbers depend on `batch_size`, accumulation and processes; GroupNorm or LayerNorm do not.",
-            ))  # fmt: skip
+            findings.append(_norm_note(str(name), module))
             continue
         remedy = "Look for a mean, a softmax or an attention over the first dimension of its inputs."
         if name and getattr(module, "batch_first", None) is False:
@@ -718,9 +739,32 @@ def _check_padding(probe: _BatchProbe) -> Outcome:
     )
     if not _is_padded_copy(single, pair):
         raise NotTried("the collator changes the samples")
-    outputs = [probe.evaluate(batch)[1] for batch in (single, pair)]
+    where, limit = f"sample {short} of {loader.name}", 1e-3 if probe.trainer.precision.name == "fp32" else 5e-2
+    lengthening = f"from {lengths[short]} to {lengths[long]} entries"
+    (alone, outputs), (_, pair_outputs) = probe.evaluate(single), probe.evaluate(pair)
+    gap = _output_gap(outputs, pair_outputs)
+    text = f"outputs change by {gap:.1e} of themselves {lengthening}"
+    if gap > limit:
+        severity: Severity = "warning" if gap > 1e-2 else "note"
+        return text, [CheckFinding(
+            severity, "padding", where, f"its outputs change by {gap:.1%} when it is padded {lengthening}",
+            "Give the model a mask of the padding (attention_mask), and use it in means, poolings and attention.",
+        )]  # fmt: skip
+    padded, _ = probe.evaluate(split_batch(pair, 1)[0])
+    if abs(padded - alone) > limit * abs(alone):  # NaN, of a sample without a target, is not above anything
+        return text, [CheckFinding(
+            "warning", "padding", where,
+            f"its loss changes from {alone:.4g} to {padded:.4g} when it is padded {lengthening}, though its outputs do "
+            "not",
+            "Label the padding -100 in the collator, and divide the loss by the targets that count.",
+        )]  # fmt: skip
+    return text, []
+
+
+def _output_gap(single: Any, pair: Any) -> float:
+    """Return the relative difference of the outputs of a sample, alone and padded as the first one of a pair."""
     alone, padded = (next((tensor for tensor in tensors_in(output) if tensor.is_floating_point()), None)
-                     for output in outputs)  # fmt: skip
+                     for output in (single, pair))  # fmt: skip
     if alone is None or padded is None or alone.ndim != padded.ndim or not alone.ndim or len(padded) != 2:
         raise NotTried("the outputs have no row for each sample")
     a, b = alone[0].double(), padded[0].double()
@@ -729,18 +773,7 @@ def _check_padding(probe: _BatchProbe) -> Outcome:
         if a.ndim == 0 or a.shape[1:] != b.shape[1:] or len(a) > len(b):
             raise NotTried("the outputs of a padded sample have another shape")
         candidates = [b[: len(a)], b[len(b) - len(a) :]]
-    gap = min(float((a - candidate).abs().max()) for candidate in candidates)
-    scale = max(float(a.abs().max()), 1e-6)
-    text = f"outputs change by {gap / scale:.1e} of themselves from {lengths[short]} to {lengths[long]} entries"
-    is_exact = probe.trainer.precision.name == "fp32"
-    if gap <= (1e-3 if is_exact else 5e-2) * scale:
-        return text, []
-    severity: Severity = "warning" if gap > 1e-2 * scale else "note"
-    return text, [CheckFinding(
-        severity, "padding", f"sample {short} of {loader.name}",
-        f"its outputs change by {gap / scale:.1%} when it is padded from {lengths[short]} to {lengths[long]} entries",
-        "Give the model a mask of the padding (attention_mask), and use it in means, poolings and attention.",
-    )]  # fmt: skip
+    return min(float((a - candidate).abs().max()) for candidate in candidates) / max(float(a.abs().max()), 1e-6)
 
 
 def _length(sample: Any) -> int:

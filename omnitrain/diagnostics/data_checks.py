@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import numbers
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset, Subset
 
 from omnitrain.checkpoint.fingerprints import content_digest
 from omnitrain.core.errors import format_list
@@ -27,6 +31,10 @@ _DOMINANT = 0.9
 # Fewer samples than this say nothing about constant features.
 _LEAST_SAMPLES = 8
 _MAX_FEATURES = 10_000
+# Samples that are read twice, to see whether random numbers change them.
+_READ_TWICE = 16
+# Values with fewer entries do not identify a sample.
+_LEAST_ENTRIES = 4
 
 
 @dataclass(slots=True)
@@ -37,6 +45,8 @@ class SetSample:
         name: The name of the set in messages.
         size: How many samples it has.
         digests: The samples that were read, by their digests: the first index of each.
+        is_random: Whether a sample differs when it is read twice, as by augmentation.
+        parts: The inputs of samples, and what the dataset stores of each, by their digests: the first index of each.
         read: How many samples were read.
         labels: The integer labels, and how often each occurs.
         first: The first sample of each label.
@@ -50,6 +60,8 @@ class SetSample:
     name: str
     size: int = 0
     digests: dict[str, int] = field(default_factory=dict)
+    is_random: bool = False
+    parts: dict[str, dict[str, int]] = field(default_factory=dict)
     read: int = 0
     labels: collections.Counter[int] = field(default_factory=collections.Counter)
     first: dict[int, int] = field(default_factory=dict)
@@ -69,6 +81,20 @@ class SetSample:
         self._add_labels(index, labels)
         for name, entry in _inputs_of(sample, names):
             self._add_floats(index, name, entry)
+
+    def add_parts(self, index: int, parts: Iterable[tuple[str, Any]]) -> None:
+        """Add what may identify a sample, by name."""
+        for name, part in parts:
+            digest = content_digest(part)
+            if digest is not None:
+                self.parts.setdefault(name, {}).setdefault(digest, index)
+
+    def identities(self) -> dict[str, int]:
+        """Return the digests of parts that differ in nearly all samples, as labels and masks do not."""
+        return {
+            digest: index for digests in self.parts.values() if len(digests) >= _DOMINANT * self.read
+            for digest, index in digests.items()
+        }  # fmt: skip
 
     def _add_labels(self, index: int, labels: Any) -> None:
         if isinstance(labels, (bool, int, np.integer)) and not isinstance(labels, bool):
@@ -123,11 +149,14 @@ class DataSample:
         """Read at most so many samples of each set, for at most so many seconds."""
         names = tuple(loop.settings.label_names or ())
         train = _read_set(loop.sets.train, samples, seconds, names)
-        evaluations = [_read_set(loader, samples, seconds, names) for loader in by_name(loop.sets.eval).values()]
+        evaluations = [
+            _read_set(loader, samples, seconds, names, train.is_random) for loader in by_name(loop.sets.eval).values()
+        ]
         return cls(train, evaluations, loop.trainer.loss_mean.ignore_index)
 
 
-def _read_set(loader: Any, samples: int, seconds: float, names: tuple[str, ...]) -> SetSample:
+def _read_set(loader: Any, samples: int, seconds: float, names: tuple[str, ...], has_parts: bool = False) -> SetSample:
+    """Read samples of a set; their parts too if it is random, or `has_parts`."""
     result = SetSample(getattr(loader, "name", "the training set"))
     fetch: Any = getattr(loader, "fetch", None)
     dataset: Any = fetch.dataset if fetch is not None else getattr(getattr(loader, "loader", None), "dataset", None)
@@ -142,11 +171,15 @@ def _read_set(loader: Any, samples: int, seconds: float, names: tuple[str, ...])
     indices = np.arange(result.size)
     if result.size > samples:
         indices = np.sort(np.random.default_rng(0).choice(result.size, samples, replace=False))
+    with contextlib.suppress(Exception):  # which is reported below
+        result.is_random = columns is None and _differs(dataset, indices[:_READ_TWICE].tolist())
     end = time.perf_counter() + seconds
     for index in indices.tolist():
         try:
             sample = dataset[index] if columns is None else _row(columns, rows, index)
             result.add(index, sample, names)
+            if has_parts or result.is_random:
+                result.add_parts(index, [*_parts_of("", sample, names), *_stored_parts(dataset, index, names)])
         except Exception as error:
             result.problem = f"sample {index} raises {type(error).__name__}: {error}"[:200]
             break
@@ -160,6 +193,38 @@ def _row(columns: Any, rows: Any, index: int) -> Any:
     if isinstance(columns, dict):
         return {name: column[index] for name, column in columns.items()}
     return tuple(column[index] for column in columns) if isinstance(columns, tuple) else columns[index]
+
+
+def _differs(dataset: Any, indices: list[int]) -> bool:
+    """Whether any of these samples differs when it is read twice."""
+    return any(content_digest(dataset[index]) != content_digest(dataset[index]) for index in indices)
+
+
+def _stored_parts(dataset: Any, index: int, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield what a dataset stores of a sample: rows of attributes that have as many as it has samples."""
+    if isinstance(dataset, Subset):
+        yield from _stored_parts(dataset.dataset, dataset.indices[index], names)
+        return
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        rows: Any = value if isinstance(value, (torch.Tensor, np.ndarray, list, tuple, Dataset)) else None
+        if has_length(rows) and len(rows) == len(dataset):
+            yield from _parts_of(name, rows[index], names)
+            if isinstance(value, Dataset):
+                yield from _stored_parts(value, index, names)
+
+
+def _parts_of(name: str, sample: Any, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield the inputs of a sample together, unless they are a number or a few."""
+    inputs = [value for _, value in _inputs_of(sample, names)]
+    part = inputs[0] if len(inputs) == 1 else inputs
+    if isinstance(part, str):  # names of files that are not in this folder may be those of others in another one
+        is_identifying = " " in part or os.path.isfile(part)
+    elif isinstance(part, (torch.Tensor, np.ndarray)):
+        is_identifying = torch.as_tensor(part).numel() >= _LEAST_ENTRIES
+    else:
+        is_identifying = len(inputs) > 1 or not isinstance(part, numbers.Number)
+    if is_identifying:
+        yield name, part
 
 
 def _inputs_of(sample: Any, names: tuple[str, ...]) -> list[tuple[str, Any]]:
@@ -271,12 +336,17 @@ def _check_overlap(sample: DataSample) -> tuple[str, list[FindingEntry]]:
     train, findings = sample.train, list[FindingEntry]()
     if not sample.evaluations:
         return "no evaluation set", []
-    if not train.digests:
-        return f"not tried: {train.problem or 'samples have no stable content'}", []
+    known = train.identities() if train.is_random else train.digests
+    if not known:
+        problem = train.problem or "samples have no stable content"
+        if train.is_random:
+            problem = "training samples differ when they are read twice, and the dataset stores no rows of them"
+        return f"not tried: {problem}", []
     duplicates = 1 - len(train.digests) / train.read
     counted = 0
     for part in sample.evaluations:
-        shared = [(index, train.digests[digest]) for digest, index in part.digests.items() if digest in train.digests]
+        digests = part.identities() if train.is_random else part.digests
+        shared = sorted({index: known[digest] for digest, index in digests.items() if digest in known}.items())
         counted += part.read
         if not shared:
             continue
@@ -289,4 +359,5 @@ def _check_overlap(sample: DataSample) -> tuple[str, list[FindingEntry]]:
             f"{evaluation}, which is sample {training} there{reason}",
             "Split the data before anything else; an evaluation on training samples measures memory.",
         ))  # fmt: skip
-    return f"{counted:,} evaluation samples against {train.read:,} of {train.size:,} for training", findings
+    text = f"{counted:,} evaluation samples against {train.read:,} of {train.size:,} for training"
+    return text + ", by what their datasets store, as augmentation changes samples" * train.is_random, findings

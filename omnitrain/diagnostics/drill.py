@@ -26,13 +26,13 @@ _TIMING = re.compile(r"per_sec|seconds|time|memory|mfu|flops|elapsed", re.IGNORE
 """Names of values that no two runs share."""
 _PARTS: tuple[str, ...] = ("weights", "optimizer state", "schedule", "random state", "history", "metrics.jsonl", "best")
 _STEP_PARTS = {
-    "batch": "batch",
-    "loss": "loss",
-    "rates": "learning rate",
-    "weights": "weights",
-    "random": "random state",
+    "batch": "another batch",
+    "loss": "another loss",
+    "rates": "another learning rate",
+    "weights": "other weights",
+    "random": "another random state",
 }
-"""What the record of a step has, in the order in which it comes about."""
+"""What the record of a step has that differs, in the order in which it comes about."""
 _INDENT = "\n           "
 _WORDS = {"kill": "kill", "term": "SIGTERM", "stop": "standstill and kill", "disk": "full disk"}
 _PHASE_WORDS = {"data": "at its data", "step": "in its update", "evaluation": "in an evaluation", "save": "in a save"}
@@ -509,8 +509,8 @@ def _first_step(expected: Record, actual: Record) -> str:
             other = right.get(key)
             names = [name for name in _STEP_PARTS if other is None or row[name] != other[name]]
             if names:
-                equal = [word for name, word in _STEP_PARTS.items() if name not in names]
-                what = "is missing" if other is None else f"has another {_STEP_PARTS[names[0]]}"
+                equal = [text.partition(" ")[2] for name, text in _STEP_PARTS.items() if name not in names]
+                what = "is missing" if other is None else f"has {_STEP_PARTS[names[0]]}"
                 same = f" (same {', '.join(equal)})" if other is not None and equal else ""
                 run = "" if key[0] == "run-1" else f" of {key[0]}"
                 differing.append((list(left).index(key), f"since step {key[1]}{run}: it {what}{same}", rank))

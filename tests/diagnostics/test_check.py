@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from recipes import rows, same, t16, trainer_on_cpu, weights
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from omnitrain import EMA, SAM, Callback, ConfigError, EvalSet, GradualUnfreezing, MixUp, Trainer
 from omnitrain.diagnostics.rehearsal import unchanged_attributes
@@ -142,6 +143,55 @@ class Pooled(nn.Module):
         return self.head((hidden * mask).sum(1) / mask.sum(1))
 
 
+class Augmented(Dataset[Any]):
+    """Samples with noise, of a dataset or of tensors."""
+
+    def __init__(self, base: TensorDataset, stores_tensors: bool = False) -> None:
+        self.x, self.labels = base.tensors if stores_tensors else (None, [0] * len(base))
+        self.base = None if stores_tensors else Subset(base, range(len(base)))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Any:
+        x, label = (self.x[index], self.labels[index]) if self.base is None else self.base[index]  # type: ignore[index]
+        return x + 0.1 * torch.randn(x.shape), label
+
+
+class Tagged(nn.Module):
+    """A model of tokens, each by itself, which returns its loss."""
+
+    def __init__(self, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(20, 8), norm or nn.Identity(), nn.Linear(8, 20)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.head(self.norm(self.embed(input_ids)))
+        return {"loss": F.cross_entropy(logits.transpose(1, 2), labels), "logits": logits}
+
+
+def unlabelled() -> list[Any]:
+    return [{"input_ids": sample["input_ids"]} for sample in map(Sequences().__getitem__, range(32))]
+
+
+def pad(samples: list[Any], label: int) -> dict[str, torch.Tensor]:
+    """Return tokens that are their own labels; those of the padding have this one."""
+    tokens = [sample["input_ids"] for sample in samples]
+    rows, labels = (nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=value) for value in (0, label))
+    return {"input_ids": rows, "labels": labels}
+
+
+def pack(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """Return all tokens in one row."""
+    tokens = torch.cat([sample["input_ids"] for sample in samples])[None]
+    return {"input_ids": tokens, "labels": tokens}
+
+
+class ChannelNorm(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.transpose(1, 2)).transpose(1, 2)
+
+
 class Attending(nn.Module):
     """Attention that takes the samples for the sequence, unless it is told."""
 
@@ -223,6 +273,26 @@ PLANTED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, A
     "constant input": (classifier, with_constant_input, {}, "warning", "features", "entry 0 of a sample"),
     "NaN": (classifier, with_nan, {}, "error", "features", "sample 33 of the training set"),
     "leak": (classifier, images, {"eval_dataset": images(8)}, "warning", "overlap", "the evaluation set"),
+    "leak behind augmentation": (
+        classifier, lambda: Augmented(images(), True), {"eval_dataset": images(8)}, "warning", "overlap",
+        "the evaluation set",
+    ),
+    "leak behind augmentation of a part": (
+        classifier, lambda: Subset(Augmented(images()), range(4, 40)), {"eval_dataset": images(8)}, "warning",
+        "overlap", "the evaluation set",
+    ),
+    "leak between augmented sets": (
+        classifier, lambda: Augmented(images()), {"eval_dataset": Augmented(images(8))}, "warning", "overlap",
+        "the evaluation set",
+    ),
+    "labels of padding": (
+        Tagged, unlabelled, {"data_collator": partial(pad, label=0), "loss_fn": None}, "warning", "padding",
+        "of the training set",
+    ),
+    "batch norm of packed samples": (
+        lambda: Tagged(ChannelNorm(8)), unlabelled, {"data_collator": pack, "loss_fn": None}, "note", "mixing",
+        "ChannelNorm 'norm'",
+    ),
     "unused layer": (Forgetful, images, {}, "warning", "gradients", "unused.weight"),
     "detached layer": (Forgetful, images, {}, "warning", "gradients", "first.weight"),
     "dead layer": (Dead, images, {}, "warning", "layers", "ReLU 'activation'"),
@@ -288,6 +358,10 @@ FAULTLESS: dict[str, Callable[[], Any]] = {
     "frozen": lambda: checked(classifier(), images(), freeze=["^0"]),
     "attention": lambda: checked(Attending(True), images()),
     "masked padding": lambda: checked(Pooled(True), Sequences()),
+    "padding without labels": lambda: checked(
+        Tagged(), unlabelled(), data_collator=partial(pad, label=-100), loss_fn=None
+    ),
+    "augmentation": lambda: checked(classifier(), Augmented(images()), eval_dataset=images(8, seed=1)),
     "regression": lambda: checked(t16(), rows(), loss_fn=MSE, batch_size=8),
     "stream": lambda: checked(classifier(), Streamed(), max_steps=4, epochs=None),
     "named sets": lambda: checked(classifier(), images(), eval_dataset={"a": images(8, 1), "b": EvalSet(images(8, 2))}),

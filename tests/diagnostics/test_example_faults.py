@@ -1,0 +1,159 @@
+"""Faults planted in copies of the examples, and what the commands report of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import programs
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
+FOLDER = Path(__file__).parent
+EXAMPLES = FOLDER.parents[1] / "examples"
+HEAD = "from __future__ import annotations\n"
+IMPORT = {HEAD: f"{HEAD}import faults\n"}
+SHORT: dict[str, dict[str, str]] = {
+    "images.py": {**IMPORT, "epochs: int = 12": "epochs: int = 4"},
+    "causal_lm.py": {**IMPORT, "epochs: int = 3, size: int = 1600": "epochs: int = 3, size: int = 320"},
+    "native_digits.yaml": {"epochs: 20": "epochs: 2"},
+}
+"""What makes each example short, and gives it the module of the faults."""
+DRILL = "omnitrain drill --kills 1 --signals kill"
+PARITY = "omnitrain parity --steps 3 --on ddp,split"
+SPOILT = 7
+"""The sample that the spikes come from."""
+
+
+class Row(NamedTuple):
+    """A fault that is planted in an example, and what a command has to report.
+
+    Attributes:
+        script: The example.
+        fault: What is planted.
+        edits: The changes of its text.
+        command: What comes before the name of the script; "python" runs the script itself.
+        reports: Patterns, all of which the output has.
+        code: The exit code.
+    """
+
+    script: str
+    fault: str
+    edits: dict[str, str]
+    command: str
+    reports: list[str]
+    code: int = 1
+
+
+LOG = 'log_steps="1ep",'
+GUARD = f"{LOG} algorithms=[faults.SpikeGuard(window=20)], save_dir='run',"
+CHECK = {'best = trainer.train()["best_valid"]': "faults.check(trainer)"}
+NEW_WEIGHTS = r"since step \d+: it has other weights \(same batch, loss, learning rate, random state\)"
+SPIKE = r"A spike: the (loss|gradient norm) of step \d+ \(epoch \d\) is \S+, above .* without its samples"
+
+IMAGES = [
+    Row("images.py", "forgotten state", {LOG: f"{LOG} callbacks=[faults.GradientWarmup()],"}, DRILL,
+        [NEW_WEIGHTS, r"suspect: callback GradientWarmup: its 'count' is 76 undisturbed, \d+ resumed"]),
+    Row("images.py", "generator of a collator", {LOG: f"{LOG} data_collator=faults.Noise(),"}, DRILL,
+        [r"since step \d+: it has another batch", "suspect: data_collator Noise: its 'generator'"]),
+    Row("images.py", "BatchNorm", {}, PARITY,
+        [r"on the split of a step: BatchNorm2d '0\.1', '1\.1' and others \(3 in all\) see the batch"], 0),
+    Row("images.py", "BatchNorm", CHECK, "python", [r"note: mixing, BatchNorm2d '0\.1': in training"], 0),
+    Row("images.py", "leak", {**CHECK, "images[1200:1500], labels[1200:1500]": "images[1100:1500], labels[1100:1500]"},
+        "python", ["warning: overlap, the evaluation set: 100 of 400"]),
+    Row("images.py", "spike", {LOG: GUARD, "Augmented(images[:1200]": "Augmented(faults.spoil(images[:1200])"},
+        "python", [SPIKE], 0),
+]  # fmt: skip
+
+PACK = "DataCollatorWithFlattening(),"
+CREATE = "    trainer = Trainer("
+NORM = {CREATE: f"    model.model.norm = faults.ChannelNorm(64)\n{CREATE}"}
+VALID = "    valid = ["
+CAUSAL_LM = [
+    Row("causal_lm.py", "forgotten state", {LOG: f"{LOG} callbacks=[faults.GradientWarmup()],"}, DRILL,
+        [NEW_WEIGHTS, "suspect: callback GradientWarmup: its 'count' is 60 undisturbed"]),
+    Row("causal_lm.py", "generator of a collator", {PACK: "faults.Noise(DataCollatorWithFlattening()),"}, DRILL,
+        [r"since step \d+: it has another batch", "suspect: data_collator Noise: its 'generator'"]),
+    Row("causal_lm.py", "BatchNorm", NORM, PARITY, [r"of a step: ChannelNorm 'model\.norm' sees the batch"], 0),
+    Row("causal_lm.py", "BatchNorm", {**NORM, **CHECK}, "python", [r"note: mixing, ChannelNorm 'model\.norm'"], 0),
+    Row("causal_lm.py", "padding that is attended to", {PACK: "faults.pad_left,", **CHECK}, "python",
+        [r"warning: padding, sample \d+ of the training set: its outputs change by [\d.]+% when it is padded"]),
+    Row("causal_lm.py", "padding that is attended to", {PACK: "faults.pad_left,"}, PARITY,
+        ["padding changes the loss"], 0),
+    Row("causal_lm.py", "padding with labels", {PACK: "faults.pad_right,", **CHECK}, "python",
+        [r"warning: padding, sample \d+ of the training set: its loss changes from"]),
+    Row("causal_lm.py", "padding with labels", {PACK: "faults.pad_right,"}, PARITY, ["padding changes the loss"], 0),
+    Row("causal_lm.py", "leak", {CREATE: f"    valid += train[:50]\n{CREATE}", **CHECK}, "python",
+        ["warning: overlap, the evaluation set: 49 of 149 different samples"]),
+    Row("causal_lm.py", "spike",
+        {LOG: GUARD, VALID: f"    train[{SPOILT}]['input_ids'] = train[{SPOILT}]['input_ids'][::-1] * 20\n{VALID}"},
+        "python", [SPIKE], 0),
+]  # fmt: skip
+
+STEPS = "log_steps: 50"
+MODEL, DATA = "class_path: examples.native_digits.DigitReader", "class_path: examples.native_digits.load_part"
+TRAIN = f"{DATA}\n    init_args: {{part: train}}"
+READER = {MODEL: "class_path: faults.make_normalized_reader"}
+YAML = [
+    Row("native_digits.yaml", "forgotten state",
+        {STEPS: f"{STEPS}\n  callbacks: [{{class_path: faults.GradientWarmup}}]"}, DRILL,
+        [NEW_WEIGHTS, "suspect: callback GradientWarmup: its 'count' is 76 undisturbed"]),
+    Row("native_digits.yaml", "generator of a collator",
+        {STEPS: f"{STEPS}\n  data_collator: {{class_path: faults.Noise}}"}, DRILL,
+        [r"since step \d+: it has another batch", "suspect: data_collator Noise: its 'generator'"]),
+    Row("native_digits.yaml", "BatchNorm", READER, PARITY, [r"BatchNorm2d 'edges\.1' sees the batch"], 0),
+    Row("native_digits.yaml", "BatchNorm", READER, "omnitrain train --check",
+        [r"note: mixing, BatchNorm2d 'edges\.1'"], 0),
+    Row("native_digits.yaml", "leak", {TRAIN: "class_path: faults.load_leaking"}, "omnitrain train --check",
+        ["warning: overlap, the evaluation set: 20 of 300 different samples"]),
+    Row("native_digits.yaml", "spike", {TRAIN: "class_path: faults.load_spoilt",
+        STEPS: f"{STEPS}\n  algorithms: [{{class_path: SpikeGuard, init_args: {{window: 20}}}}]"},
+        "omnitrain train", [SPIKE], 0),
+]  # fmt: skip
+
+ROWS = [*IMAGES, *CAUSAL_LM, *YAML]
+
+
+def plant(row: Row, folder: Path) -> str:
+    """Copy an example with its changes into a folder, and return its name there."""
+    text = (EXAMPLES / row.script).read_text(encoding="utf-8")
+    for old, new in {**SHORT[row.script], **row.edits}.items():
+        assert text.count(old) == 1, f"{row.script} has {old!r} {text.count(old)} times"
+        text = text.replace(old, new)
+    path = folder / Path(row.script).name
+    path.write_text(text, encoding="utf-8")
+    shutil.copy(FOLDER / "faults.py", folder)
+    if path.suffix == ".yaml":  # which names functions of a module
+        (folder / "examples").mkdir()
+        shutil.copy(EXAMPLES / f"{path.stem}.py", folder / "examples")
+    return path.name
+
+
+def run(command: str, script: str, folder: Path, code: int | None = 0) -> str:
+    """Run a command with a script in a folder, and return what it prints as one line."""
+    program, *words = f"{command} {script}".split()
+    words = words if program == "python" else ["-m", program, *words]
+    environment = programs.launch_environment(OMP_NUM_THREADS="1", COLUMNS="200", ACCELERATE_USE_CPU="true")
+    done = programs.run(sys.executable, *words, cwd=folder, env=environment, timeout=900)
+    output = done.stdout + done.stderr
+    assert done.returncode == code, f"{command} {script}: exit code {done.returncode}\n{output}"
+    assert "Traceback" not in output, output
+    return " ".join(output.split())
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.script}, {row.fault}, {row.command}")
+def test_fault_in_example_is_reported(row: Row, tmp_path: Path) -> None:
+    output = run(row.command, plant(row, tmp_path), tmp_path, row.code)
+    for pattern in row.reports:
+        assert re.search(pattern, output), f"{pattern!r} is not in: {output}"
+    if row.fault == "spike":  # each of the steps that are left out has the sample
+        (record,) = [json.loads(path.read_text()) for path in tmp_path.rglob("run.json")]
+        spikes = record["starts"][-1]["left_out"]
+        assert spikes and all(SPOILT in spike["samples"] for spike in spikes)
+        newest = max(tmp_path.rglob("omnitrain.json"), key=lambda path: path.stat().st_mtime)
+        assert f'"left_out_samples": {sum(len(spike["samples"]) for spike in spikes)}' in newest.read_text()
