@@ -509,7 +509,7 @@ def _untried_as_config_error() -> Iterator[None]:
 def _report(result: Any, as_json: bool) -> int:
     """Print the result of a proof, and return its exit code."""
     print(json.dumps(result.to_json(), indent=2) if as_json else result)
-    return 0 if result.ok else 1
+    return result.code
 
 
 def _add_schedule(commands: Any) -> None:
@@ -592,7 +592,7 @@ def _drill(args: argparse.Namespace) -> int:
     script = Script(args.script, args.arguments, args.processes)
     with _untried_as_config_error():
         result = drill(script, args.kills, args.signals.split(","), args.seed, timeout=args.timeout, report=report)
-    print(result.to_json() if args.json else result.verdict())
+    print(json.dumps(result.to_json()) if args.json else result.verdict())
     if args.picture is not None:
         path = result.plot(args.picture)
         report(f"Drawn in {path}.")

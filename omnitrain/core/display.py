@@ -126,6 +126,33 @@ class ResultView:
         return path
 
 
+class ProofResult(ResultView):
+    """Base class of results that say yes or no: as text, as JSON, and by an exit code."""
+
+    __slots__ = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        raise NotImplementedError
+
+    @property
+    def code(self) -> int:
+        """The exit code of the command: 0 if nothing is wrong, 1 if something is, 2 if it could not be tried."""
+        return 0 if self.ok else 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON types."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        """Show the table in notebooks, or the text of a result without one."""
+        from html import escape
+
+        has_table = type(self)._table is not ResultView._table
+        return ResultView._repr_html_(self) if has_table else f"<pre>{escape(str(self))}</pre>"
+
+
 def create_panels(caller: str, count: int, has_one_axis: bool = True) -> tuple[Any, list[Any]]:
     """Return a figure of matplotlib, and its panels from top to bottom, which have one x axis or one each.
 

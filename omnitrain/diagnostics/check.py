@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from omnitrain.compute.random_state import isolated_rng, seed_everything
-from omnitrain.core.display import ResultView, Table
+from omnitrain.core.display import ProofResult, Table
 from omnitrain.core.errors import DataError, format_list
 from omnitrain.data.collation import IGNORED_LABEL, DictBatch, count_samples, split_batch, tensors_in
 from omnitrain.data.loaders import MapLoader
@@ -60,7 +60,7 @@ class CheckFinding:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckResult(ResultView):
+class CheckResult(ProofResult):
     """The result of `trainer.check()`, which prints as a list and shows as a table in notebooks.
 
     Attributes:

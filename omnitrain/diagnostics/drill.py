@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from omnitrain.config.overrides import Overrides
-from omnitrain.core.display import ResultView, create_panels, draw_curve
+from omnitrain.core.display import ProofResult, create_panels, draw_curve
 from omnitrain.core.errors import ConfigError
 from omnitrain.diagnostics.interruptions import CLASS_PATH, PHASES, SIGNALS, Interruption
 from omnitrain.diagnostics.script import Outcome, Script
@@ -69,7 +69,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Drill(ResultView):
+class Drill(ProofResult):
     """The result of a drill; `print` shows it, `plot()` draws both curves of the loss.
 
     Attributes:
@@ -128,23 +128,18 @@ class Drill(ResultView):
         lines += [f"{number:>2}  {start}" for number, start in enumerate(self.starts, 1)]
         return "\n".join([*lines, self.verdict()])
 
-    def to_json(self) -> str:
-        """Return the result as JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON types."""
         starts = [
             {**(start.interruption or {}), "stopped_at": start.step, "resumed_at": start.resumed_at,
              "code": start.outcome.code, "seconds": round(start.outcome.seconds, 3)}
             for start in self.starts
         ]  # fmt: skip
-        return json.dumps({
+        return {
             "ok": self.ok, "code": self.code, "script": self.script.path, "notes": list(self.notes), "starts": starts,
             "parts": dict(self.parts), "difference": self.difference, "suspects": list(self.suspects),
             "is_deterministic": self.is_deterministic, "folder": self.folder and str(self.folder),
-        })  # fmt: skip
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(str(self))}</pre>"
+        }  # fmt: skip
 
     def _figure(self) -> Any:
         figure, panels = create_panels("Drill", len(self.losses), has_one_axis=False)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -17,12 +16,13 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 
+from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.checkpoint.tensor_files import gather_to_host
 from omnitrain.config.overrides import Overrides
-from omnitrain.core.display import ResultView, Table, create_panels, draw_curve
+from omnitrain.core.display import ProofResult, Table, create_panels, draw_curve
 from omnitrain.core.errors import ConfigError, check_choice, escape_unprintable
 from omnitrain.core.events import Callback, TrainerLike
-from omnitrain.diagnostics.batch_dependence import BatchProbe
+from omnitrain.diagnostics.batch_dependence import BatchDependence, BatchProbe
 from omnitrain.diagnostics.script import Outcome, Script
 
 Size = Literal["bits", "rounding", "different", "not run"]
@@ -34,8 +34,8 @@ _FIRST = {"fp32": 1e-4}
 _FIRST_IN_16_BITS = 3e-2
 _GROWTH = 10.0
 _SPLIT = 8
-# What torchrun puts before the lines of a rank.
-_RANK = re.compile(r"^\[rank\d+\]: ?")
+# How much larger than in the trials of the reasons, and than one percent, a difference of the first loss may be.
+_PLAUSIBLE, _LEAST_EFFECT = 10.0, 0.01
 _RECORD, _WEIGHTS = "record.json", "weights.safetensors"
 
 
@@ -46,18 +46,24 @@ class Recorder(Callback):
         folder: The folder; the main rank writes there.
         steps: How many steps.
         probes: Whether to look for what makes a step depend on its split into batches.
+        frozen: Names of modules that stay in evaluation mode.
     """
 
     order = 1000
     asks_alone = False
 
-    def __init__(self, folder: str, steps: int, probes: bool = False) -> None:
+    def __init__(self, folder: str, steps: int, probes: bool = False, frozen: Sequence[str] = ()) -> None:
         self.folder: Path = Path(folder)
         self.steps = steps
         self.probes = probes
+        self.frozen = frozenset(frozen)
         self._rows: list[dict[str, float]] = []
         self._before: tuple[Any, float] = (0.0, 0.0)
         self._samples = 0
+
+    def on_train_start(self, trainer: Any) -> None:
+        for name, module in unwrap(trainer.model).named_modules() if self.frozen else ():
+            module.training = module.training and name not in self.frozen
 
     def on_step_start(self, trainer: Any) -> None:
         self._before, self._samples = trainer._step.loss.snapshot(), trainer.progress.samples
@@ -93,7 +99,7 @@ class Recorder(Callback):
             "problem": "",
         }
         try:
-            record["reasons"] = BatchProbe(trainer).find_reasons() if self.probes else []
+            record["reasons"] = [asdict(reason) for reason in BatchProbe(trainer).find_reasons()] if self.probes else []
         except Exception as error:  # a unit of the user's may not be callable outside of a step
             record["problem"] = f"{type(error).__name__}: {error}"
         if trainer.is_main_process:
@@ -120,6 +126,9 @@ class Run:
         expected: What they may amount to.
         reason: Why they have to be, or why it did not run.
         losses: The relative difference of the loss at each step.
+        remaining: What the differences amount to when the reasons are taken away; "not run" if that was not tried.
+        objection: Why the reasons do not explain the differences; empty if they do.
+        problem: Why that could not be tried; empty if it could.
     """
 
     name: str
@@ -131,16 +140,19 @@ class Run:
     expected: Size = "rounding"
     reason: str = ""
     losses: list[float] = field(default_factory=list)
+    remaining: Size = "not run"
+    objection: str = ""
+    problem: str = ""
 
     @property
     def ok(self) -> bool:
         """Whether the differences are as expected, or could not be found."""
         order = ("bits", "rounding", "different")
-        return self.size == "not run" or order.index(self.size) <= order.index(self.expected)
+        return self.size == "not run" or (order.index(self.size) <= order.index(self.expected) and not self.objection)
 
 
 @dataclass(frozen=True, slots=True)
-class Parity(ResultView):
+class Parity(ProofResult):
     """The numbers of a script on each backend and in each split, compared with those of the script as it is.
 
     Attributes:
@@ -151,6 +163,7 @@ class Parity(ResultView):
         runs: A comparison for each backend and split.
         reasons: What makes a step of the script depend on its split into batches.
         problem: Why that could not be tried; empty if it could.
+        required: Whether each run counts, as the user has named the backends.
     """
 
     script: str
@@ -160,11 +173,21 @@ class Parity(ResultView):
     runs: list[Run]
     reasons: list[str]
     problem: str = ""
+    required: bool = False
 
     @property
     def ok(self) -> bool:
         """Whether every difference is as expected."""
         return all(run.ok for run in self.runs)
+
+    @property
+    def code(self) -> int:
+        """The exit code: 0 if every difference is as expected, 1 if one is not, 2 if one could not be found."""
+        return 1 if not self.ok else 2 if self._untried() else 0
+
+    def _untried(self) -> list[str]:
+        """Return the runs that say nothing and should."""
+        return [run.name for run in self.runs if run.problem or (self.required and run.size == "not run")]
 
     def _table(self) -> Table:
         titles = ["", "loss", "grad_norm", "weights", "found", "expected", ""]
@@ -178,10 +201,16 @@ class Parity(ResultView):
         )
         notes = [f"{run.name}: {run.reason}" for run in self.runs if run.size == "not run"]
         notes += [f"Depends on the split of a step: {reason}." for reason in self.reasons]
-        if not self.ok:
+        remaining = [f"{run.name} {run.remaining}" for run in self.runs if run.remaining != "not run"]
+        notes += [f"Without that: {', '.join(remaining)}."] if remaining else []
+        notes += [f"{run.name}: {run.objection}" for run in self.runs if run.objection]
+        if any(not run.ok and not run.objection for run in self.runs):
             notes.append("No reason was found for the unexpected differences.")
         if self.problem:
             notes.append(f"What depends on the split of a step could not be tried: {self.problem}")
+        notes += [f"{run.name}: without its reasons {run.problem}" for run in self.runs if run.problem]
+        if self.ok and (untried := self._untried()):
+            notes.append(f"Could not be tried: {', '.join(untried)}.")
         return Table(titles, rows, above=[head], below=notes, is_first_left=True)
 
     def _figure(self) -> Any:
@@ -199,10 +228,8 @@ class Parity(ResultView):
         """Return the result as values of JSON."""
         runs = [{**asdict(run), "ok": run.ok} for run in self.runs]
         runs = [{name: _to_json(value) for name, value in run.items()} for run in runs]
-        entries = {
-            name: getattr(self, name) for name in ("script", "trainer", "steps", "samples", "reasons", "problem")
-        }
-        return {**entries, "ok": self.ok, "runs": runs}
+        names = ("script", "trainer", "steps", "samples", "reasons", "problem", "ok", "code")
+        return {**{name: getattr(self, name) for name in names}, "runs": runs}
 
 
 def compare_backends(
@@ -225,12 +252,22 @@ def compare_backends(
     for name in backends or ():
         check_choice("--on", name, BACKENDS)
     with tempfile.TemporaryDirectory(prefix="omnitrain-parity-") as scratch:
-        return _Comparison(script, steps, Path(scratch), timeout).compare(backends or _installed())
+        return _Comparison(script, steps, Path(scratch), timeout).compare(backends or _installed(), bool(backends))
 
 
 def _installed() -> list[str]:
     required = {"hf": "transformers", "zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed"}
     return [name for name in BACKENDS if name not in required or find_spec(required[name]) is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to run the script: what differs in it, and how it is launched."""
+
+    title: str
+    overrides: Overrides
+    processes: int = 1
+    options: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,16 +287,17 @@ class _Comparison:
         self._steps = steps
         self._scratch = scratch
         self._timeout = timeout
+        self._references: dict[str, _Record | None] = {}
 
-    def compare(self, backends: Sequence[str]) -> Parity:
-        base = self._require("as it is", {}, probes=True)
+    def compare(self, backends: Sequence[str], required: bool) -> Parity:
+        base = self._require("as it is", probes=True)
         content = base.content
         if not any(map(math.isfinite, base.values("loss"))):  # NaN would count as equal to NaN
             raise ConfigError(
                 f"{self._script.path!r} has no finite loss in its first steps, so nothing can be compared. Look for "
                 "the cause first; `trainer.check()` helps."
             )
-        again = self._require("as it is, again", {})
+        again = self._require("as it is, again")
         repeated = _compare(Run("again", expected="bits"), again, base)
         if repeated.size != "bits":
             step = next((n for n, value in enumerate(repeated.losses, start=1) if value), self._steps)
@@ -270,51 +308,47 @@ class _Comparison:
             )
         samples = int(content["rows"][0]["samples"])
         runs = [repeated]
-        reasons = list(content["reasons"])
+        reasons = [BatchDependence(**reason) for reason in content["reasons"]]
         for name in backends:
-            for title, overrides, launch in self._ways(name, content, samples):
-                runs.append(self._run(title, overrides, launch, base, reasons))
+            ways = self._ways(name, content, samples)
+            runs += [self._run(way, base, reasons) for way in ways]
+            if name == "split" and not ways:
+                runs.append(Run("split", reason="a step has one sample, which cannot be split"))
         if all(run.size == "not run" for run in runs[1:]) and len(runs) > 1:
             raise ConfigError(
                 f"Nothing could be compared: {'; '.join(f'{run.name}: {run.reason}' for run in runs[1:])}"
             )
         problem = escape_unprintable(content["problem"])[:300]
-        return Parity(self._script.path, content["trainer"], len(content["rows"]), samples, runs, reasons, problem)
+        texts = [reason.text for reason in reasons]
+        size = len(content["rows"]), samples
+        return Parity(self._script.path, content["trainer"], *size, runs, texts, problem, required)
 
-    def _ways(
-        self, name: str, content: Mapping[str, Any], samples: int
-    ) -> list[tuple[str, Overrides, tuple[int, list[str]]]]:
-        """Return the runs of a backend: title, overrides, and the number of processes with options of the launcher."""
+    def _ways(self, name: str, content: Mapping[str, Any], samples: int) -> list[_Way]:
+        """Return the runs of a backend."""
         kind, size = content["trainer"], int(content["batch_size"])
         if name == "split":
             part = -(-samples // _SPLIT)
             sizes = [size for size in dict.fromkeys((samples, part)) if samples > 1]
-            return [
-                (f"{-(-samples // each)} x {each}", {"arguments": _step_of(samples, each)}, (1, [])) for each in sizes
-            ]
+            return [_Way(f"{-(-samples // each)} x {each}", {"arguments": _step_of(samples, each)}) for each in sizes]
         if name in _CLASSES:
-            return [] if _CLASSES[name] == kind else [(name, {"trainer": _CLASSES[name]}, (1, []))]
+            return [] if _CLASSES[name] == kind else [_Way(name, {"trainer": _CLASSES[name]})]
         options = {"fsdp": ["--fsdp"], "ddp": []}.get(name, ["--zero", name[-1]])
         overrides: Overrides = {"arguments": _step_of(samples, max(1, min(size, samples // 2)))}
         if kind == "Trainer":
             overrides["trainer"] = "AccelerateTrainer"
-        return [(f"{name} x 2", overrides, (2, ["--cpu", *options] if content["device"] == "cpu" else options))]
+        return [_Way(f"{name} x 2", overrides, 2, ["--cpu", *options] if content["device"] == "cpu" else options)]
 
-    def _run(
-        self, title: str, overrides: Overrides, launch: tuple[int, list[str]], base: _Record, reasons: list[str]
-    ) -> Run:
-        batch_size = overrides.get("arguments", {}).get("batch_size", base.content["batch_size"])
-        has_same_split = launch[0] == 1 and batch_size == base.content["batch_size"]
+    def _run(self, way: _Way, base: _Record, reasons: list[BatchDependence]) -> Run:
+        batch_size = way.overrides.get("arguments", {}).get("batch_size", base.content["batch_size"])
+        has_same_split = way.processes == 1 and batch_size == base.content["batch_size"]
         expected: Size = "rounding" if has_same_split or not reasons else "different"
-        run = Run(title, expected=expected)
-        record, outcome = self._record(title, overrides, launch=launch)
+        run = Run(way.title, expected=expected)
+        record, outcome = self._record(way)
         if record is None:
-            run.reason = (
-                f"ended at its time limit of {self._timeout:g} s" if outcome.timed_out else _last_error(outcome)
-            )
+            run.reason = self._failure(outcome)
             return run
         changes = {
-            "trainer": overrides.get("trainer", base.content["trainer"]), "processes": launch[0],
+            "trainer": way.overrides.get("trainer", base.content["trainer"]), "processes": way.processes,
             "batch_size": batch_size,
         }  # fmt: skip
         ignored = [f"{name} {record.content[name]!r}, not {value!r}" for name, value in changes.items()
@@ -328,11 +362,54 @@ class _Comparison:
             return run
         _compare(run, record, base)
         if run.size == "different" and expected == "different":
-            run.reason = "; ".join(reasons)
+            run.reason = "; ".join(reason.text for reason in reasons)
+            self._try_reasons(run, way, record, base, reasons)
         return run
 
-    def _require(self, title: str, overrides: Overrides, probes: bool = False) -> _Record:
-        record, outcome = self._record(title, overrides, probes=probes)
+    def _try_reasons(
+        self, run: Run, way: _Way, record: _Record, base: _Record, reasons: Sequence[BatchDependence]
+    ) -> None:
+        """Find out whether the reasons explain the differences of a run: by their size, and without the reasons.
+
+        Modules are put into evaluation mode. What stays there is the same in a run of one process with the same split.
+        """
+        effect = max(reason.effect for reason in reasons)
+        if run.losses[0] > _PLAUSIBLE * max(effect, _LEAST_EFFECT):
+            run.objection = (
+                f"the first loss differs by {run.losses[0]:.0e} of itself, and in trials of the reasons by "
+                f"{effect:.0e} at most"
+            )
+            return
+        frozen = sorted({name for reason in reasons for name in reason.modules})
+        is_same_split = any(not reason.modules for reason in reasons)
+        if is_same_split and way.processes == 1:  # it would be compared with itself
+            return
+        size, samples = record.content["batch_size"], int(base.content["rows"][0]["samples"])
+        arguments = _step_of(samples, size) if is_same_split else {}
+        title = f"reference {size}" if is_same_split else "reference"
+        if title not in self._references:
+            self._references[title], outcome = self._record(_Way(title, {"arguments": arguments}), frozen=frozen)
+            if self._references[title] is None:
+                run.problem = f"the script as it is: {self._failure(outcome)}"
+        reference, rest = self._references[title], record
+        if frozen:
+            rest, outcome = self._record(replace(way, title=f"{way.title} without"), frozen=frozen)
+            if rest is None:
+                run.problem = self._failure(outcome)
+        if reference is None or rest is None:
+            run.problem = run.problem or "the script as it is fails"
+            return
+        trial = _compare(Run(way.title), rest, reference)
+        run.remaining = trial.size
+        if trial.size == "different":
+            gap = max(trial.loss, trial.grad_norm)
+            run.objection = f"without its reasons losses or gradients still differ by {gap:.0e} of themselves"
+
+    def _failure(self, outcome: Outcome) -> str:
+        return f"ended at its time limit of {self._timeout:g} s" if outcome.timed_out else outcome.last_error()
+
+    def _require(self, title: str, probes: bool = False) -> _Record:
+        record, outcome = self._record(_Way(title, {}), probes=probes)
         if record is None:
             if outcome.code == 0:
                 raise ConfigError(
@@ -340,20 +417,16 @@ class _Comparison:
                     "with Trainer, AccelerateTrainer or HFTrainer."
                 )
             what = "reached its time limit" if outcome.timed_out else f"failed with exit code {outcome.code}"
-            raise ConfigError(f"{self._script.path!r} {what} by itself: {_last_error(outcome)}")
+            raise ConfigError(f"{self._script.path!r} {what} by itself: {outcome.last_error()}")
         return record
 
-    def _record(
-        self, title: str, overrides: Overrides, probes: bool = False, launch: tuple[int, list[str]] = (1, [])
-    ) -> tuple[_Record | None, Outcome]:
-        folder = self._scratch / title.replace(" ", "-").replace(",", "")
-        arguments = {"folder": str(folder), "steps": self._steps, "probes": probes}
+    def _record(self, way: _Way, probes: bool = False, frozen: Sequence[str] = ()) -> tuple[_Record | None, Outcome]:
+        folder = self._scratch / way.title.replace(" ", "-").replace(",", "")
+        arguments = {"folder": str(folder), "steps": self._steps, "probes": probes, "frozen": frozen}
         path = f"{Recorder.__module__}.{Recorder.__qualname__}"
-        overrides = {
-            **overrides, "save_dir": str(folder / "runs"), "callbacks": [{"class_path": path, "init_args": arguments}]
-        }  # fmt: skip
-        processes, options = launch
-        script = Script(self._script.path, self._script.arguments, processes, options)
+        callbacks = [{"class_path": path, "init_args": arguments}]
+        overrides: Overrides = {**way.overrides, "save_dir": str(folder / "runs"), "callbacks": callbacks}
+        script = Script(self._script.path, self._script.arguments, way.processes, way.options)
         outcome = script.run(folder, overrides, timeout=self._timeout)
         if outcome.timed_out or not (folder / _RECORD).exists():
             return None, outcome
@@ -405,14 +478,6 @@ def _difference(a: torch.Tensor | None, b: torch.Tensor) -> float:
         return 0.0
     difference = float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
     return difference if math.isfinite(difference) else math.inf
-
-
-def _last_error(outcome: Outcome) -> str:
-    """Return the last line of the output that names an error, or the last line of all."""
-    lines = [_RANK.sub("", line).strip() for line in outcome.last_lines(200).splitlines() if line.strip()]
-    errors = [line for line in lines if line.split(":")[0].rpartition(".")[2].endswith(("Error", "Exception", "Exit"))]
-    own = [line for line in errors if line.startswith("omnitrain.")]
-    return escape_unprintable((own or errors or lines or ["no output"])[-1])[:300]
 
 
 def _format(value: float) -> str:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from omnitrain.arguments import samples_of_step
 from omnitrain.compute.device_runtime import device_runtime
-from omnitrain.core.display import ResultView, Table, create_panels, draw_curve
+from omnitrain.core.display import ProofResult, Table, create_panels, draw_curve
 from omnitrain.core.duration import Every, make_interval, parse_interval
 from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.core.progress import Progress
@@ -48,7 +48,7 @@ _ENTRY_BYTES, _RECORD_BYTES = 110, 8_000
 
 
 @dataclass(frozen=True, slots=True)
-class RunPlan(ResultView):
+class RunPlan(ProofResult):
     """The plan of a run by `trainer.plan()`, which prints as a table; `plot()` draws learning rate and memory.
 
     What is unknown is None or absent.

@@ -19,7 +19,7 @@ from omnitrain.checkpoint.run_record import read_record
 from omnitrain.checkpoint.store import Store
 from omnitrain.compute.random_state import isolated_rng
 from omnitrain.config import overrides
-from omnitrain.core.display import Table
+from omnitrain.core.display import ProofResult, Table
 from omnitrain.core.errors import CheckpointError, ConfigError, check_number
 from omnitrain.core.events import Callback, TrainerLike
 from omnitrain.diagnostics.run_diff import METRICS_FILE, read_rows
@@ -35,7 +35,7 @@ _SHOWN = 10
 
 
 @dataclass(slots=True)
-class Replay:
+class Replay(ProofResult):
     """A step of a run, made once more; prints as a table of its samples.
 
     Attributes:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from omnitrain.callbacks.trace import TRACE_FILE, TRACED
 from omnitrain.checkpoint.run_record import read_record
-from omnitrain.core.display import ResultView, create_panels, draw_curve, flatten
+from omnitrain.core.display import ProofResult, create_panels, draw_curve, flatten
 from omnitrain.core.errors import ConfigError, escape_unprintable
 from omnitrain.core.history import read_row
 
@@ -24,7 +23,7 @@ _MAX_SHOWN = 30
 
 
 @dataclass(frozen=True, slots=True)
-class RunDiff(ResultView):
+class RunDiff(ProofResult):
     """Two runs compared step by step; prints as lines, and `plot()` draws both losses up to where they part and on.
 
     Attributes:
@@ -61,9 +60,6 @@ class RunDiff(ResultView):
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON types."""
         return {"ok": self.ok, **{name: value for name, value in asdict(self).items() if name != "losses"}}
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
 
     def _figure(self) -> Any:
         figure, (axes,) = create_panels("RunDiff", 1)

@@ -17,6 +17,7 @@ from rich import filesize
 from omnitrain.checkpoint.lookup import check_content, find_checkpoints
 from omnitrain.checkpoint.manifest import read_manifest
 from omnitrain.checkpoint.run_record import RUN_FILE, package_versions, read_record, read_starts
+from omnitrain.core.display import ProofResult
 from omnitrain.core.errors import CheckpointError, ConfigError, escape_unprintable
 from omnitrain.core.files import open_regular
 from omnitrain.diagnostics.script import Script
@@ -78,7 +79,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class RunVerification:
+class RunVerification(ProofResult):
     """The files of a run and its record, compared with the present; prints as lines.
 
     Attributes:

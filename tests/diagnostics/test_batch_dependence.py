@@ -85,7 +85,11 @@ def rank_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def find(model: nn.Module, data: Any = None, **options: Any) -> list[str]:
     options = {"loss_fn": None if data is not None else F.mse_loss, **options}
     trainer = Trainer(model, data or rows(16), batch_size=8, device="cpu", progress_bar=False, **options)
-    return BatchProbe(trainer).find_reasons()
+    reasons = BatchProbe(trainer).find_reasons()
+    modules = dict(model.named_modules())
+    for reason in reasons:
+        assert 0 < reason.effect <= 1 and all(modules[name].training for name in reason.modules)
+    return [reason.text for reason in reasons]
 
 
 @pytest.mark.parametrize(

@@ -231,3 +231,11 @@ def test_plan_covers_all_phases_and_signals() -> None:
 def test_drill_rejects_wrong_options(kills: int, signals: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"`--kills 0`|`--signals"):
         run(tmp_path, kills=kills, signals=signals)
+
+
+def test_drill_result_is_json() -> None:
+    """As those of the other commands: JSON types, and an exit code."""
+    result = Drill(Script("train.py"), [], ["a note"], {"weights": False}, "since step 4", is_deterministic=False)
+    content = json.loads(json.dumps(result.to_json()))
+    assert content == result.to_json() and (content["ok"], content["code"], result.code) == (False, 2, 2)
+    assert result._repr_html_().startswith("<pre>note: a note")

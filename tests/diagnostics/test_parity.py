@@ -50,6 +50,10 @@ def script(tmp_path: Path) -> str:
 # --- with records that no process has written
 
 
+STATISTICS = {"text": "BatchNorm1d 'bn' sees the batch", "effect": 0.02, "modules": ["bn"]}
+COMPARES = {"text": "the loss (rank_loss) compares the samples of a batch", "effect": 0.02, "modules": []}
+
+
 def record(losses: list[float], weight: float = 1.0, **content: Any) -> parity._Record:
     steps = [{"loss": loss, "grad_norm": 1.0, "samples": 16} for loss in losses]
     content = {
@@ -66,13 +70,14 @@ def fake(monkeypatch: pytest.MonkeyPatch, script: str) -> Any:
     def compare(records: dict[str, Any], ignores_changes: bool = False, **options: Any) -> parity.Parity:
         asked: dict[str, Any] = {}
 
-        def find(self: Any, title: str, overrides: Any, probes: bool = False, launch: Any = (1, [])) -> Any:
-            asked[title] = overrides, launch
+        def find(self: Any, way: Any, probes: bool = False, frozen: Any = ()) -> Any:
+            title, overrides = way.title, way.overrides
+            asked[title] = overrides, (way.processes, way.options), frozen
             output = Path(script).with_name("output.log")
             output.write_text("Traceback\nomnitrain.core.errors.DataError: It cannot be split.\nWhere: step 1\n")
             run, base = records.get(title, records["as it is"]), records["as it is"]
             if run is not None and not ignores_changes:
-                content = {"trainer": overrides.get("trainer", base.content["trainer"]), "processes": launch[0]}
+                content = {"trainer": overrides.get("trainer", base.content["trainer"]), "processes": way.processes}
                 content["batch_size"] = overrides.get("arguments", {}).get("batch_size", base.content["batch_size"])
                 run = parity._Record({**run.content, **content}, run.weights)
             return run, Outcome(1, 0.0, output)
@@ -119,34 +124,78 @@ def test_difference_without_a_reason_is_unexpected(fake: Any) -> None:
 
 
 def test_difference_with_a_reason_is_expected(fake: Any) -> None:
-    base = record([3.0], reasons=["BatchNorm1d 'bn' sees the batch"])
-    result = fake({"as it is": base, "ddp x 2": record([3.1])}, backends=["ddp"])
-    assert result.ok and "Depends on the split of a step: BatchNorm1d 'bn' sees the batch." in str(result)
-    assert result.runs[1].reason == "BatchNorm1d 'bn' sees the batch"
+    base = record([3.0], reasons=[STATISTICS])
+    result = fake({"as it is": base, "ddp x 2": record([3.1]), "ddp x 2 without": base}, backends=["ddp"])
+    assert result.code == 0 and "Depends on the split of a step: BatchNorm1d 'bn' sees the batch." in str(result)
+    assert result.runs[1].reason == "BatchNorm1d 'bn' sees the batch" and "Without that: ddp x 2 bits." in str(result)
+    frozen = {title: entry[2] for title, entry in parity.asked.items()}  # type: ignore[attr-defined]
+    assert frozen["ddp x 2 without"] == frozen["reference"] == ["bn"] and not frozen["ddp x 2"]
+
+
+def test_difference_that_stays_without_its_reason_is_unexpected(fake: Any) -> None:
+    """A backend that loses a part of the gradients is not excused by a BatchNorm."""
+    records = {"as it is": record([3.0], reasons=[STATISTICS]), "ddp x 2": record([3.1])}
+    result = fake(records | {"ddp x 2 without": record([3.05])}, backends=["ddp"])
+    assert result.code == 1 and result.runs[1].remaining == "different" and "UNEXPECTED" in str(result)
+    assert "ddp x 2: without its reasons losses or gradients still differ by 2e-02 of themselves" in str(result)
+
+
+def test_difference_larger_than_its_reason_is_unexpected(fake: Any) -> None:
+    records = {"as it is": record([3.0], reasons=[STATISTICS]), "ddp x 2": record([4.0])}
+    result = fake(records, backends=["ddp"])
+    assert result.code == 1 and "ddp x 2 without" not in parity.asked  # type: ignore[attr-defined]
+    assert "ddp x 2: the first loss differs by 2e-01 of itself, and in trials of the reasons by 2e-02" in str(result)
+
+
+def test_reason_that_stays_is_tried_by_the_same_split(fake: Any) -> None:
+    """A loss that compares samples has the same batches on one process in the same split."""
+    records = {"as it is": record([3.0], reasons=[COMPARES]), "ddp x 2": record([3.1])}
+    result = fake(records | {"reference 8": record([3.1])}, backends=["ddp"])
+    assert result.code == 0 and result.runs[1].remaining == "bits"
+    assert parity.asked["reference 8"][0]["arguments"]["batch_size"] == 8  # type: ignore[attr-defined]
+    result = fake(records | {"reference 8": record([3.0])}, backends=["ddp"])
+    assert result.code == 1 and result.runs[1].remaining == "different"
+    result = fake({"as it is": records["as it is"], "8 x 2": record([3.1])}, backends=["split"])
+    assert result.code == 0 and result.runs[2].remaining == "not run"
+
+
+def test_reason_that_cannot_be_tried_proves_nothing(fake: Any) -> None:
+    base = record([3.0], reasons=[STATISTICS])
+    for title in ("ddp x 2 without", "reference"):
+        result = fake({"as it is": base, "ddp x 2": record([3.1]), title: None}, backends=None if title else ["ddp"])
+        assert result.ok and result.code == 2 and "Could not be tried: ddp x 2" in str(result)
 
 
 def test_reason_of_splits_excuses_no_backend(fake: Any) -> None:
     """What depends on the split of a step is the same where the split is the same."""
-    base = record([3.0], reasons=["BatchNorm1d 'bn' sees the batch"])
-    records = {"as it is": base, "as it is, again": base, "hf": record([3.1]), "1 x 16": record([3.1])}
-    result = fake(records, backends=["hf", "split"])
+    base = record([3.0], reasons=[STATISTICS])
+    result = fake({"as it is": base, "hf": record([3.1]), "1 x 16": record([3.1])}, backends=["hf", "split"])
     assert [run.ok for run in result.runs] == [True, False, False, True]
 
 
 def test_splits_are_of_one_step(fake: Any) -> None:
     fake({"as it is": record([3.0], batch_size=4)}, backends=["split", "fsdp", "zero3"])
-    arguments = {title: overrides.get("arguments", {}) for title, (overrides, _) in parity.asked.items()}  # type: ignore[attr-defined]
+    arguments = {title: overrides.get("arguments", {}) for title, (overrides, *_) in parity.asked.items()}  # type: ignore[attr-defined]
     assert arguments["1 x 16"]["batch_size"] == 16 and arguments["8 x 2"]["batch_size"] == 2
     assert {entry.get("global_batch_size") for entry in arguments.values()} == {None, 16}
-    launches = {title: launch for title, (_, launch) in parity.asked.items()}  # type: ignore[attr-defined]
+    launches = {title: launch for title, (_, launch, _) in parity.asked.items()}  # type: ignore[attr-defined]
     assert launches["fsdp x 2"] == (2, ["--cpu", "--fsdp"]) and launches["zero3 x 2"] == (2, ["--cpu", "--zero", "3"])
 
 
 def test_run_that_fails_says_why(fake: Any) -> None:
-    result = fake({"as it is": record([3.0]), "hf": None}, backends=["hf", "split"])
-    assert result.ok and "hf: omnitrain.core.errors.DataError: It cannot be split." in str(result)
+    result = fake({"as it is": record([3.0]), "hf": None})
+    assert result.code == 0 and "hf: omnitrain.core.errors.DataError: It cannot be split." in str(result)
     with pytest.raises(ConfigError, match="Nothing could be compared: hf: "):
         fake({"as it is": record([3.0]), "hf": None}, backends=["hf"])
+
+
+def test_named_backend_that_fails_proves_nothing(fake: Any) -> None:
+    """One of those that are tried without a name need not run; one that the user has named has to."""
+    result = fake({"as it is": record([3.0]), "hf": None}, backends=["hf", "ddp"])
+    assert result.ok and result.code == result.to_json()["code"] == 2
+    assert str(result).endswith("Could not be tried: hf.")
+    result = fake({"as it is": record([3.0]), "hf": None, "ddp x 2": record([3.1])}, backends=["hf", "ddp"])
+    assert result.code == 1
 
 
 def test_run_of_other_steps_is_not_compared(fake: Any) -> None:
