@@ -369,7 +369,7 @@ class LossMean:
             mean.ignore_index = ignore_index
         elif source is None and type(getattr(config, "semantic_loss_ignore_index", None)) is int:
             mean.ignore_index = config.semantic_loss_ignore_index  # type: ignore[union-attr]
-        if source is None and getattr(model, "loss_type", None) == "ForCTC":
+        if source is None and _has_ctc_loss(model):
             mean.counts_labels, mean.shift, mean.is_shift_known = False, False, True
             mean.is_sum = getattr(config, "ctc_loss_reduction", "mean") == "sum"
         return mean
@@ -476,6 +476,12 @@ def shifts_by_default(model: Any) -> bool:
     return kind in ("ForCausalLM", "ForConditionalGeneration") or (
         kind is None and callable(getattr(model, "can_generate", None)) and model.can_generate()
     )
+
+
+def _has_ctc_loss(model: Any) -> bool:
+    """Return whether a model of transformers computes a CTC loss; in its older versions, only the class shows it."""
+    names = [base.__name__ for base in type(model).__mro__]
+    return getattr(model, "loss_type", None) == "ForCTC" or any(name.endswith("ForCTC") for name in names)
 
 
 def _shifts(loss_function: Callable[..., Any]) -> bool | None:
