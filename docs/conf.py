@@ -106,8 +106,17 @@ def add_search_terms(app: Sphinx, document: nodes.document) -> None:
     app.env.note_dependency(str(SEARCHES))
 
 
+def mark_argument_tables(_: Sphinx, document: nodes.document) -> None:
+    """Mark tables of arguments, whose rows become entries of a list on a phone."""
+    for table in document.findall(nodes.table):
+        titles = [entry.astext() for entry in next(iter(table.findall(nodes.row)))]
+        if titles[0] in ("argument", "algorithm") and len(titles) == 3:
+            table["classes"].append("arguments")
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the functions above."""
     app.connect("source-read", show)
     app.connect("doctree-read", add_search_terms)
+    app.connect("doctree-read", mark_argument_tables)
     return {"parallel_read_safe": True}

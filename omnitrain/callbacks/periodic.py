@@ -84,7 +84,7 @@ class Periodic(Callback):
             raise ConfigError(f"`function` must be a function of the trainer, got {function!r}.")
         self.function: Callable[..., Any] | None = function
         self.policy: OnError = on_error
-        """The argument `on_error`. `Callback.on_error` stays "raise": the ranks agree on errors here."""
+        """The argument `on_error`. `Callback.on_error` stays "raise", as the ranks agree on errors here."""
         self.main_only = main_only
         self.is_disabled: bool = False
         """Whether an error disabled it for the rest of the run."""

@@ -162,7 +162,7 @@ class Duration:
 
     @property
     def exact(self) -> Fraction:
-        """The value as a fraction: 1/10 for 0.1."""
+        """The value as a fraction, such as 1/10 for 0.1."""
         return Fraction(*_ratio(self.value))
 
     def _same_unit(self, other: Duration | str, done: str) -> Fraction:

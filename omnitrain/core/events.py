@@ -408,8 +408,11 @@ class Callback:
     """
 
     order: ClassVar[int] | int = 10
-    """Callbacks run in ascending order, then as given. 0: cadence, 10: yours, 20: early stopping and other decisions,
-    30: deletion of checkpoints, 40: reports."""
+    """Callbacks run in ascending order, then as given.
+
+    0 is for cadence, 10 for yours, 20 for early stopping and other decisions, 30 for deletion of checkpoints, 40 for
+    reports.
+    """
 
     asks_alone: ClassVar[bool] | bool = True
     """Whether, in the hooks of a step, the callback may request something that other ranks do not.
@@ -569,7 +572,7 @@ class Algorithm:
     """Whether it may request something in a step that other ranks do not; see `Callback.asks_alone`."""
 
     needs: ClassVar[Collection[str]] = ()
-    """What the backend must support besides the overridden methods: "freezing" of weights during a run."""
+    """What the backend must support besides the overridden methods, such as "freezing" of weights during a run."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -95,7 +95,7 @@ ATTRIBUTES: dict[str, str] = _read("""
 """Methods and attributes of other trainers."""
 
 IMPORTS: dict[str, str] = _read("""
-    TrainingArguments Seq2SeqTrainingArguments SFTConfig TrainerConfig -> Pass the arguments one by one,
+    TrainingArguments Seq2SeqTrainingArguments SFTConfig DPOConfig TrainerConfig -> Pass the arguments one by one,
         `Trainer(model, data, epochs=3)`; HFTrainer also takes those of `transformers`.
     ModelCheckpoint CheckpointSaver Checkpoint CheckpointCallback -> `save_dir`, `save_steps`, `save_total_limit` and
         `keep_best` of a trainer save checkpoints.
@@ -104,7 +104,8 @@ IMPORTS: dict[str, str] = _read("""
         `torch.manual_seed`.
     LightningModule ComposerModel HuggingFaceModel NeuralNet NeuralNetClassifier Model -> A trainer takes any
         `torch.nn.Module`; `loss_fn`, or a `TrainUnit`, says what its loss is.
-    LightningDataModule DataModule DataSpec -> Pass datasets, or loaders as `train_loader` and `eval_loader`.
+    LightningDataModule DataModule DataSpec DataReader ShardedDataset -> Pass datasets, or loaders as `train_loader` and
+        `eval_loader`.
     Time TimeUnit -> It is `Duration`: "10ep", "500ba", "3e6tok", "2h30m".
     Evaluator -> It is `EvalSet`.
     TrainerCallback LambdaCallback Hook -> It is `Callback`; `HookCallback` takes functions.
@@ -120,12 +121,58 @@ IMPORTS: dict[str, str] = _read("""
     GradientAccumulationScheduler -> `global_batch_size={0: 64, "2ep": 128}` of a trainer.
     Fabric Accelerator -> `AccelerateTrainer` does it; accelerate's `Accelerator` is one of its arguments.
     Seq2SeqTrainer SFTTrainer -> `HFTrainer` or `Trainer`, with a model of transformers; `Preview` generates texts.
-    DPOTrainer GRPOTrainer PPOTrainer RewardTrainer -> There is none: write the loss as a `TrainUnit`.
-    DataCollatorWithPadding DataCollatorForLanguageModeling default_data_collator -> `Collator`, or those of
+    DPOTrainer GRPOTrainer ORPOTrainer KTOTrainer PPOTrainer RewardTrainer -> Write the loss as a `TrainUnit`.
+    DataCollator DataCollatorWithPadding DataCollatorForSeq2Seq default_data_collator -> `Collator`, or those of
         transformers, as `data_collator`.
-    TrainState TrainerState TrainerControl State -> It is `Progress`, as `trainer.progress`.
+    DataCollatorForLanguageModeling -> `Collator`, or those of transformers, as `data_collator`.
+    TrainState TrainerState TrainerControl State Timestamp EasyDeLState -> It is `Progress`, as `trainer.progress`.
     Metric MulticlassAccuracy Accuracy -> `compute_metrics=["accuracy"]`, or metrics of torchmetrics.
-    notebook_launcher Launcher -> `omnitrain launch -n 2 script.py`.
+    notebook_launcher Launcher AutoDistributedRunner JaxDistributedConfig -> `omnitrain launch -n 2 script.py`.
+    TorchProfiler PyTorchProfiler AdvancedProfiler SimpleProfiler SystemProfiler JSONTraceHandler -> It is `Profiler`,
+        in `callbacks`; `Throughput` and `MemoryMonitor` log rates and memory.
+    MetricBag MetricRecorder CompositeMetricRecorder MetricsTracker SumMetric MeanMetric MaxMetric -> A `TrainUnit`
+        returns a `StepOutput` with `metrics`: means, or values in `Sum` and `Max`.
+    merge_checkpoint merge_state_dicts load_merged_state_dict zero_to_fp32 -> No merging is needed: any number of
+        processes resumes from a checkpoint, and `omnitrain checkpoint export run folder` writes full weights.
+    TrainerOutput TrainOutput -> `train()` returns a `MetricsDict`.
+    PredictionOutput EvalPrediction EvalLoopOutput -> `predict(dataset)` returns `Predictions`; metric functions of
+        HFTrainer get the one of transformers.
+    TrainStepOutput ValStepOutput AggregatedOutputs LossMetrics -> It is `StepOutput`.
+    Logger LoggerDestination FileLogger InMemoryLogger SlackLogger NeptuneLogger -> Pass `loggers` by name, a
+        `Tracking` around a tracker of accelerate, or a `Callback` with `on_log`.
+    TensorboardLogger -> It is `TensorBoardLogger`.
+    OptimizerMonitor -> It is `Distributions`, in `callbacks`.
+    NaNMonitor TerminateOnNaN -> `on_nonfinite` of a trainer ends the run, skips the step or warns.
+    SpikeDetection -> It is `SpikeGuard`, in `algorithms`.
+    GarbageCollector -> It is `GarbageCollection`, in `callbacks`.
+    RuntimeEstimator -> `plan()` says how long a run takes; the progress bar has the time left.
+    Timer -> It is `TimeLimit` in `callbacks`, or `max_duration="2h"` of a trainer.
+    ModelSummary -> The first lines of a run name the model and its parameters; `plan()` has their memory.
+    ModelPruning -> It is `MagnitudePruning`, in `algorithms`.
+    BaseFinetuning BackboneFinetuning -> `freeze` of a trainer, or `GradualUnfreezing` in `algorithms`.
+    BatchSizeFinder -> `microbatch_size="auto"` of a trainer.
+    LearningRateFinder Tuner -> `search` tries rates in short runs.
+    LightningCLI TrainRecipe Recipe HfArgumentParser -> `omnitrain train config.yaml`, or `Config` from Python.
+    TrainerArgs CheckpointConfig OptimizerConfig DatasetConfig ModelConfig ResumeOptions TrainingConfig -> Pass the
+        arguments one by one, `Trainer(model, data, epochs=3)`.
+    BasePredictionWriter -> `predict(dataset)` returns all predictions, on the host.
+    Precision Precisions -> `autocast="bf16"` of a trainer.
+    DDPStrategy FSDPStrategy DeepSpeedStrategy Gang ComputeConfig parallelize -> `AccelerateTrainer`,
+        started by `omnitrain launch -n 2 --fsdp script.py`; its `ranks` gather and sum.
+    CheckpointManager get_last_checkpoint load_checkpoint -> `save_dir` of a trainer and `train(resume_from="auto")`;
+        `load_checkpoint("best")`.
+    AbstractTrainUnit -> It is `TrainUnit`.
+    Validator StandardValidator -> `eval_dataset` of a trainer, and `EvalSet`.
+    LocalMetricDescriptor register_metric_descriptor -> It is `describe_metric`, with a `MetricDescriptor`.
+    DefaultFlowCallback ProgressCallback PrinterCallback IntervalStrategy -> `eval_steps`, `save_steps`, `log_steps` and
+        `progress_bar` of a trainer.
+    SchedulerType LRSchedulerType get_scheduler get_linear_schedule_with_warmup get_cosine_schedule_with_warmup ->
+        `lr_scheduler="linear"` or `"cosine"` of a trainer, with `warmup_steps`.
+    AdamW DecoupledAdamW Adafactor build_optimizer create_optimizer -> `optimizer="adamw"` of a trainer, or any class
+        or instance of `torch.optim`.
+    enable_full_determinism -> `deterministic=True` of a trainer.
+    GenerationConfig -> Import it from transformers; `Preview` and HFTrainer take what `generate` takes.
+    TensorDataset Dataset DataLoader -> Import it from `torch.utils.data`.
 """)
 """Names of other packages that are not in this one."""
 

@@ -25,7 +25,7 @@ class Progress:
     """
 
     epoch: int = 0
-    """Completed epochs: those whose data were used up."""
+    """Completed epochs, whose data were used up."""
     step: int = 0
     """Optimizer updates done. A skipped step (overflow, non-finite loss) does not count."""
     samples_in_epoch: int = 0
@@ -41,7 +41,7 @@ class Progress:
     step_in_epoch: int = 0
     """Optimizer updates in the current epoch."""
     batches_in_epoch: int = 0
-    """Micro-batches consumed in the current epoch, on all ranks: all that can be counted of some loaders."""
+    """Micro-batches consumed in the current epoch, on all ranks; some loaders have no other count."""
     epoch_size: int | None = None
     """Samples in one epoch; None for a stream of unknown length."""
 
@@ -86,7 +86,7 @@ class Progress:
 
     @property
     def position(self) -> tuple[int, int, int]:
-        """Steps, skipped steps and epochs: equal positions are the same moment of the run."""
+        """Steps, skipped steps and epochs. Equal positions are the same moment of the run."""
         return self.step, self.skipped_steps, self.epoch
 
     def state_dict(self) -> dict[str, Any]:

@@ -206,7 +206,7 @@ class ModelUnit:
 
     @property
     def columns(self) -> frozenset[str] | None:
-        """The keys of a dict batch that are used: labels, and the arguments of `forward`; None if it may take any.
+        """The keys of a dict batch that are used, labels and arguments of `forward`; None if it may take any.
 
         A `forward` that names its main input, as in transformers, names the others too, with or without `**kwargs`.
         """

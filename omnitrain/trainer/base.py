@@ -1062,7 +1062,7 @@ class BaseTrainer(Hooks, ABC):
 
     @property
     def model_wrapped(self) -> nn.Module:
-        """The module that runs in a forward pass: the model, or its wrapper by DDP, `torch.compile` or DeepSpeed."""
+        """The module that runs in a forward pass, the model or its wrapper by DDP, `torch.compile` or DeepSpeed."""
         return self.backend.wrapped
 
     def get_model(self) -> nn.Module:
@@ -1073,7 +1073,7 @@ class BaseTrainer(Hooks, ABC):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer: the user's, or one built on first use, after the model is in place."""
+        """The user's optimizer, or one built on first use, after the model is in place."""
         return self.backend.optimizer
 
     @optimizer.setter
