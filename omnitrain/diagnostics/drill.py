@@ -33,6 +33,12 @@ _STEP_PARTS = {
     "random": "another random state",
 }
 """What the record of a step has that differs, in the order in which it comes about."""
+_REMEDY = "give it `state_dict()` and `load_state_dict()`"
+_REMEDIES = {
+    "model": "make it a buffer (`register_buffer()`), or return it in `get_extra_state()`",
+    "compute_metrics": "keep it in a callback with `state_dict()`, as no checkpoint has the state of metrics",
+}
+"""How objects keep their state in checkpoints, by the argument; others have a `state_dict()`."""
 _INDENT = "\n           "
 _WORDS = {"kill": "kill", "term": "SIGTERM", "stop": "standstill and kill", "disk": "full disk"}
 _PHASE_WORDS = {"data": "at its data", "step": "in its update", "evaluation": "in an evaluation", "save": "in a save"}
@@ -629,7 +635,10 @@ def _find_suspects(expected: Record, actual: Record) -> list[str]:
                 other = right["objects"].get(name, {}).get(attribute)
                 if value != other and " at 0x" not in value:
                     text = f"{name}: its {attribute!r} is {value} undisturbed, {other} resumed"
-                    suspects[f"{text}; give it `state_dict()` and `load_state_dict()`"] = None
+                    remedy = _REMEDIES.get(name.split()[0], _REMEDY)
+                    if name.endswith("()") and remedy is _REMEDY:
+                        remedy = "make it a class with `state_dict()` and `load_state_dict()`"
+                    suspects[f"{text}; {remedy}"] = None
     return list(suspects)[:5]
 
 

@@ -276,7 +276,7 @@ def _objects(trainer: Any) -> Iterator[tuple[str, dict[str, str]]]:
         module = getattr(part, "__module__", None) or type(part).__module__
         if part is None or isinstance(part, Observer) or module.split(".")[0] in ("omnitrain", "torch", "transformers"):
             continue
-        name = getattr(part, "__qualname__", type(part).__qualname__)
+        name = f"{part.__qualname__}()" if isinstance(part, FunctionType) else type(part).__qualname__
         yield f"{role} {name}", dict(_plain_attributes(part))
 
 

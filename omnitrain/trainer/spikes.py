@@ -90,7 +90,7 @@ class Spikes:
         if spike is not None:
             self.guard.left_out.append(spike)
             stops = self.guard.action == "stop"
-            self._report(spike, f"The update is skipped{', and the run stops' if stops else ''}")
+            self._report(spike, f"Its update is skipped{' and the run stops' if stops else ''}, which leaves out")
             if stops:
                 self._trainer.control.schedule("requested")
         return spike is None
@@ -188,7 +188,7 @@ class Spikes:
         close_loaders(self._trainer.train_loader)
         self.spike = None
         self._pending.clear()
-        self._report(spike, f"The run continues from step {lifecycle.progress.step} ({source})")
+        self._report(spike, f"The run continues from step {lifecycle.progress.step} ({source}), and leaves out")
         for callback in lifecycle.callbacks:
             if isinstance(callback, Cadence):
                 callback.restart(self._trainer)
@@ -217,11 +217,11 @@ class Spikes:
         loader, indices = self._trainer.train_loader, list[int]()
         if isinstance(loader, MapLoader):
             indices = loader.sampler.samples(spike.epoch, spike.start, spike.stop).tolist()
-        samples = format_list(indices) if indices else f"at the positions {spike.start} to {spike.stop - 1}"
+        samples = format_list(indices) if indices else f"those at the positions {spike.start} to {spike.stop - 1}"
         self._lifecycle.metrics["left_out_samples"] = self.guard.left_out_samples
         self._checkpointer.record_left_out({**spike.to_dict(), "samples": indices})
         if self._trainer.is_main_process:
-            logger.warning("A spike: %s. %s, without its samples %s.", spike, outcome, samples)
+            logger.warning("A spike: %s. %s its %d samples: %s", spike, outcome, spike.stop - spike.start, samples)
 
     @property
     def _lifecycle(self) -> Any:

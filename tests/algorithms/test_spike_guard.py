@@ -172,7 +172,7 @@ def test_rewind_is_recorded_and_logged(tmp_path: Path, caplog: pytest.LogCapture
     (first, second) = json.loads((tmp_path / "run/run.json").read_text())["starts"][0]["left_out"]
     assert set(BAD) <= {*first["samples"], *second["samples"]} and first["kind"] == "loss"
     assert f"A spike: the loss of step {first['step']} (epoch 1) is " in caplog.text
-    assert "The run continues from step 10 (checkpoint-10), without its samples" in caplog.text
+    assert "The run continues from step 10 (checkpoint-10), and leaves out its 4 samples: " in caplog.text
     content = json.loads((tmp_path / "run/last/omnitrain.json").read_text())
     assert content["metrics"]["left_out_samples"] == trainer.metrics["left_out_samples"] == 8
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from omnitrain import Callback, SpikeGuard
+from omnitrain import Callback, SpikeGuard, Trace
 
-__all__ = ["SpikeGuard"]  # which the rows name
+__all__ = ["SpikeGuard", "Trace"]  # which the rows name
 
 
 class GradientWarmup(Callback):

@@ -27,7 +27,7 @@ from omnitrain.diagnostics.script import Outcome, Script
 FORGOTTEN = [
     ("callback", "another learning rate (same batch, loss, weights, random state)", "callback Halving: its 'count'"),
     ("collator", "another batch", "data_collator Noise: its 'generator'"),
-    ("function", "another batch", "data_collator scale: its 'chance'"),
+    ("function", "another batch", "data_collator scale(): its 'chance'"),
 ]
 LACKING = [
     ("several runs", "save_dir '"),
@@ -108,6 +108,24 @@ def test_drill_reports_forgotten_state(fault: str, what: str, suspect: str, tmp_
     assert result.suspects[0].startswith(suspect)
     assert not result.parts["weights"] and not result.parts["metrics.jsonl"] and result.parts["random state"]
     assert result.folder is not None and result.folder.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("callback Halving", "; give it `state_dict()` and `load_state_dict()`"),
+        ("data_collator scale()", "; make it a class with `state_dict()`"),
+        ("model Noisy", "; make it a buffer"),
+        ("compute_metrics count()", "; keep it in a callback"),
+    ],
+)
+def test_drill_suggests_what_a_checkpoint_saves(name: str, remedy: str) -> None:
+    def record(count: str) -> Record:
+        end = {"run": "run-1", "step": 1, "event": "end", "objects": {name: {"count": count}}}
+        return Record({"0": [{"run": "run-1", "step": 0, "event": "start"}, end]}, {})
+
+    (suspect,) = drills._find_suspects(record("3"), record("1"))
+    assert suspect.startswith(f"{name}: its 'count' is 3 undisturbed, 1 resumed{remedy}")
 
 
 def test_drill_reports_an_unseeded_script(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ LOG = 'log_steps="1ep",'
 GUARD = f"{LOG} algorithms=[faults.SpikeGuard(window=20)], save_dir='run',"
 CHECK = {'best = trainer.train()["best_valid"]': "faults.check(trainer)"}
 NEW_WEIGHTS = r"since step \d+: it has other weights \(same batch, loss, learning rate, random state\)"
-SPIKE = r"A spike: the (loss|gradient norm) of step \d+ \(epoch \d\) is \S+, above .* without its samples"
+SPIKE = r"A spike: the (loss|gradient norm) of step \d+ \(epoch \d\) is \S+, above .* and leaves out its \d+ samples: "
 
 IMAGES = [
     Row("images.py", "forgotten state", {LOG: f"{LOG} callbacks=[faults.GradientWarmup()],"}, DRILL,
@@ -138,7 +138,9 @@ def run(command: str, script: str, folder: Path, code: int | None = 0) -> str:
     """Run a command with a script in a folder, and return what it prints as one line."""
     program, *words = f"{command} {script}".split()
     words = words if program == "python" else ["-m", program, *words]
-    environment = programs.launch_environment(OMP_NUM_THREADS="1", COLUMNS="200", ACCELERATE_USE_CPU="true")
+    environment = programs.launch_environment(
+        OMP_NUM_THREADS="1", COLUMNS="200", ACCELERATE_USE_CPU="true", TMPDIR=str(folder)
+    )  # fmt: skip
     done = programs.run(sys.executable, *words, cwd=folder, env=environment, timeout=900)
     output = done.stdout + done.stderr
     assert done.returncode == code, f"{command} {script}: exit code {done.returncode}\n{output}"
