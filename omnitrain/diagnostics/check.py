@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import textwrap
 import time
@@ -33,6 +34,8 @@ Severity = Literal["error", "warning", "note"]
 
 # Rows of the batch that is run: few, as it is run up to a hundred times.
 _ROWS = 16
+# Places of an epoch that are looked at where the first batch may have samples of one task or class only.
+_PLACES = 8
 _OVERFIT_RATES = (1e-3, 1e-2, 1e-4)
 # A loss of one batch that falls by less than this share of itself does not learn.
 _LEAST_FALL = 0.02
@@ -156,8 +159,8 @@ def check_run(loop: Loop, samples: int, seconds: float) -> CheckResult:
                 outcomes[name] = "not tried: ranks wait for each other in a pass"
             else:
                 add(name, functools.partial(check, probe))
+        classes = None if probe is None or problem is not None else probe.count_classes()
         if sample is not None:
-            classes = None if probe is None else probe.classes
             for name, (outcome, entries) in describe_data(sample, classes).items():
                 outcomes[name] = outcome
                 findings += [CheckFinding(*entry) for entry in entries]
@@ -282,11 +285,58 @@ class _BatchProbe:
         with unchanged_buffers(self.model), unchanged_attributes([*self.model.modules(), self.trainer.unit]):
             yield
 
+    def forward(self, batch: Any) -> StepOutput:
+        """Return the output of a batch in evaluation mode."""
+        with self.backend.eval_mode(self.trainer.settings.seed), self.repeatable(), self.autocast():
+            return self.trainer._forward(self.model, batch)
+
     def evaluate(self, batch: Any) -> tuple[float, Any]:
         """Return loss and outputs of a batch in evaluation mode."""
-        with self.backend.eval_mode(self.trainer.settings.seed), self.repeatable(), self.autocast():
-            output = self.trainer._forward(self.model, batch)
+        output = self.forward(batch)
         return (math.nan if output.loss is None else float(_mean_loss(output))), output.outputs
+
+    def other_batches(self) -> Iterator[Any]:
+        """Yield batches of other places of the epoch on the device, on all ranks as many; None for one that fails."""
+        loader: Any = self.loop.sets.train
+        if not isinstance(loader, MapLoader):
+            if self.loop.ranks.world_size == 1:  # on several, data that are not read by index end at different times
+                for counted in itertools.islice(loader.counted_batches(0), 1, _PLACES):
+                    yield self._prepare(counted.batch)
+            return
+        size, rows = loader.size or 0, self.trainer.batch_size
+        for start in sorted({size * place // _PLACES // rows * rows for place in range(1, _PLACES)} - {0}):
+            batch = None
+            with contextlib.suppress(Exception):  # of a broken sample, which is found as the set is read
+                indices = loader.sampler.samples(0, start, start + min(_ROWS, rows))
+                batch = self._prepare(loader.fetch(0, indices))
+            yield batch
+
+    def _prepare(self, batch: Any) -> Any:
+        with contextlib.suppress(DataError):
+            batch = split_batch(batch, _ROWS)[0]
+        return transformed(self.loop, batch, prepares=True)
+
+    def passes_elsewhere(self) -> Iterator[tuple[dict[str, torch.Tensor | None], dict[str, str]]]:
+        """Yield the gradients of other batches, and the states of activations; nothing for one that fails."""
+        first, output = self.batch, self.output
+        try:
+            for batch in self.other_batches():
+                self.batch, gradients = batch, dict[str, torch.Tensor | None]()
+                with self.watching() as activations, contextlib.suppress(Exception), self.training():
+                    gradients = self.gradients_of(self.run(batch))
+                yield gradients, activations
+        finally:
+            self.batch, self.output = first, output
+
+    def count_classes(self) -> int | None:
+        """Return the number of classes, if other batches have as many; with several tasks they may have others."""
+        classes = self.classes
+        if classes is not None and not self.is_collective:
+            for batch in self.other_batches():
+                with contextlib.suppress(Exception):
+                    pair = _scores_and_labels(self.forward(batch))
+                    classes = classes if pair is None or pair[0].shape[-1] == self.classes else None
+        return classes
 
     def is_any(self, flag: bool) -> bool:
         """Return whether something is true on any rank; called on all of them."""
@@ -376,7 +426,7 @@ def _expected(module: nn.Module) -> str:
 
 def _classes_of(probe: _BatchProbe) -> int | None:
     """Return the number of classes, if the outputs are scores of classes and the labels are their numbers."""
-    if (pair := _scores_and_labels(probe)) is None:
+    if probe.output is None or (pair := _scores_and_labels(probe.output)) is None:
         return None
     scores, labels = pair
     ignored = (labels == IGNORED_LABEL) | (labels == probe.trainer.loss_mean.ignore_index)
@@ -385,11 +435,9 @@ def _classes_of(probe: _BatchProbe) -> int | None:
     return scores.shape[-1] if bool((valid | ignored).all()) else None
 
 
-def _scores_and_labels(probe: _BatchProbe) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _scores_and_labels(output: StepOutput) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return scores of shape (..., classes) and the labels of class numbers that they are compared with."""
-    if probe.output is None:
-        return None
-    scores, labels = probe.output.outputs, probe.output.labels
+    scores, labels = output.outputs, output.labels
     if not isinstance(scores, torch.Tensor) or not isinstance(labels, torch.Tensor):
         return None
     if labels.is_floating_point() or labels.dtype == torch.bool or not scores.is_floating_point() or scores.ndim < 2:
@@ -408,7 +456,8 @@ def _check_loss(probe: _BatchProbe) -> Outcome:
             "Look for NaN or infinity in the data, a division by 0 or log(0) in the loss, or weights that overflow.",
         )  # fmt: skip
         return f"{probe.loss} at the start", [finding]
-    text, pair = f"{probe.loss:.4g} at the start", _scores_and_labels(probe)
+    assert probe.output is not None
+    text, pair = f"{probe.loss:.4g} at the start", _scores_and_labels(probe.output)
     if pair is None:
         return text, []
     scores, labels = pair
@@ -451,6 +500,11 @@ def _check_gradients(probe: _BatchProbe) -> Outcome:
                 probe._set_step_nr(number)
                 gradients = probe.gradients_of(probe.run(probe.batch))
                 missing = [name for name in missing if gradients[name] is None]
+    if probe.is_any(bool(missing)):
+        for gradients, _ in probe.passes_elsewhere():
+            missing = [name for name in missing if gradients.get(name) is None]
+            if not probe.is_any(bool(missing)):
+                break
     count = len(probe.gradients)
     if not count:
         remedy = "Unfreeze what is to train: requires_grad_(True), or fewer patterns in `freeze`."
@@ -520,6 +574,12 @@ def _check_overfitting(probe: _BatchProbe, steps: int = 30) -> Outcome:
         if not probe.is_any(not has_fallen) or probe.is_any(time.perf_counter() - begin > seconds):
             break
     dead = {name: word for name, word in silent.items() if word and name in probe.silent}
+    if probe.is_any(bool(zero or dead)):
+        for gradients, activations in probe.passes_elsewhere():
+            zero -= {name for name, gradient in gradients.items() if gradient is not None and not _is_zero(gradient)}
+            dead = {name: word for name, word in dead.items() if activations.get(name, word) == word}
+            if not probe.is_any(bool(zero or dead)):
+                break
     for name, word in dead.items():
         module = dict(probe.model.named_modules())[name]
         what = "gives only zeros" if word == "dead" else "is saturated in more than 99 % of its outputs"

@@ -76,7 +76,7 @@ class SetSample:
         self.read += 1
         digest = content_digest(sample)
         if digest is not None:
-            self.digests.setdefault(digest, index)
+            self.digests[digest] = min(index, self.digests.get(digest, index))
         labels = get_labels(sample, names) if isinstance(sample, (tuple, list, Mapping)) else None
         self._add_labels(index, labels)
         for name, entry in _inputs_of(sample, names):
@@ -87,7 +87,8 @@ class SetSample:
         for name, part in parts:
             digest = content_digest(part)
             if digest is not None:
-                self.parts.setdefault(name, {}).setdefault(digest, index)
+                indices = self.parts.setdefault(name, {})
+                indices[digest] = min(index, indices.get(digest, index))
 
     def identities(self) -> dict[str, int]:
         """Return the digests of parts that differ in nearly all samples, as labels and masks do not."""
@@ -118,7 +119,7 @@ class SetSample:
             return
         for value in values:
             self.labels[value] += 1
-            self.first.setdefault(value, index)
+            self.first[value] = min(index, self.first.get(value, index))
 
     def _add_floats(self, index: int, name: str, entry: Any) -> None:
         if not isinstance(entry, (torch.Tensor, np.ndarray)):
@@ -126,7 +127,7 @@ class SetSample:
         tensor = torch.as_tensor(entry)
         if not tensor.is_floating_point() or not tensor.numel():
             return
-        if self.broken is None and not bool(tensor.isfinite().all()):
+        if (self.broken is None or index < self.broken[0]) and not bool(tensor.isfinite().all()):
             self.broken = index, name
         if tensor.numel() <= _MAX_FEATURES:
             low, high = self.ranges.get(name, (tensor, tensor))
@@ -168,12 +169,11 @@ def _read_set(loader: Any, samples: int, seconds: float, names: tuple[str, ...],
     if columns is not None:
         first = next(iter(columns.values())) if isinstance(columns, dict) else columns
         result.size = len(rows if rows is not None else first[0] if isinstance(first, tuple) else first)
-    indices = np.arange(result.size)
-    if result.size > samples:
-        indices = np.sort(np.random.default_rng(0).choice(result.size, samples, replace=False))
+    # in random order: sets are often sorted by class or task, and time may end before all samples are read
+    indices = np.random.default_rng(0).choice(result.size, min(result.size, samples), replace=False)
     with contextlib.suppress(Exception):  # which is reported below
         result.is_random = columns is None and _differs(dataset, indices[:_READ_TWICE].tolist())
-    end = time.perf_counter() + seconds
+    end, failing = time.perf_counter() + seconds, result.size
     for index in indices.tolist():
         try:
             sample = dataset[index] if columns is None else _row(columns, rows, index)
@@ -181,8 +181,8 @@ def _read_set(loader: Any, samples: int, seconds: float, names: tuple[str, ...],
             if has_parts or result.is_random:
                 result.add_parts(index, [*_parts_of("", sample, names), *_stored_parts(dataset, index, names)])
         except Exception as error:
-            result.problem = f"sample {index} raises {type(error).__name__}: {error}"[:200]
-            break
+            if index < failing:
+                failing, result.problem = index, f"sample {index} raises {type(error).__name__}: {error}"[:200]
         if time.perf_counter() > end:
             break
     return result

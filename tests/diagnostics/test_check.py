@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,19 @@ from recipes import rows, same, t16, trainer_on_cpu, weights
 from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from omnitrain import EMA, SAM, Callback, ConfigError, EvalSet, GradualUnfreezing, MixUp, Trainer
+from omnitrain import (
+    EMA,
+    SAM,
+    Callback,
+    ConfigError,
+    EvalSet,
+    GradualUnfreezing,
+    MixUp,
+    MultiTask,
+    MultiTaskUnit,
+    Trainer,
+)
+from omnitrain.diagnostics import data_checks
 from omnitrain.diagnostics.rehearsal import unchanged_attributes
 
 
@@ -367,6 +381,12 @@ FAULTLESS: dict[str, Callable[[], Any]] = {
     "named sets": lambda: checked(classifier(), images(), eval_dataset={"a": images(8, 1), "b": EvalSet(images(8, 2))}),
     "embeddings": lambda: checked(classifier(), identified(), loss_fn=contrastive_loss),
     "rows of one": lambda: checked(classifier(), images(), batch_size=1),
+    "tasks in turn": lambda: checked(RowHeads(), Tasks(), loss_fn=None, shuffle=False),
+    "tasks of a stream": lambda: checked(RowHeads(), StreamedTasks(), loss_fn=None, max_steps=4, epochs=None),
+    "tasks with other classes": lambda: checked(BatchHeads(), Tasks(), shuffle=False),
+    "rare task": lambda: checked(
+        model := TaskHeads(), RARE, loss_fn=None, unit=MultiTaskUnit(model, {"a": CE, "b": MSE})
+    ),
 }
 
 
@@ -375,11 +395,73 @@ class Streamed(torch.utils.data.IterableDataset[Any]):
         return iter(images())
 
 
+class Tasks(Dataset[Any]):
+    """Samples of one task with 3 classes, then those of another with 5."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        x = torch.randn(6, generator=torch.Generator().manual_seed(index))
+        task = int(index >= 24)
+        return {"x": x, "task": task, "labels": index % (5 if task else 3)}
+
+
+class StreamedTasks(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return map(Tasks().__getitem__, range(40))
+
+
+class RowHeads(nn.Module):
+    """The loss of the rows of each task that a batch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 8)
+        self.heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 5)])
+
+    def forward(self, x: torch.Tensor, task: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden, losses = self.body(x), [torch.zeros(())]
+        for number, head in enumerate(self.heads):
+            if (rows := task == number).any():
+                losses.append(F.cross_entropy(head(hidden[rows]), labels[rows], reduction="sum"))
+        return {"loss": torch.stack(losses).sum() / len(x)}
+
+
+class BatchHeads(RowHeads):
+    """The scores of the task of a batch."""
+
+    def forward(self, x: torch.Tensor, task: torch.Tensor) -> Any:
+        return self.heads[int(task[0])](self.body(x))
+
+
+class TaskHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleDict({"a": classifier(), "b": classifier(1)})
+
+    def forward(self, x: torch.Tensor, task: str) -> torch.Tensor:
+        return self.heads[task](x)
+
+
+RARE = MultiTask({"a": images(60), "b": (images(4).tensors[0], torch.ones(4, 1))})
+
+
 @pytest.mark.parametrize("kind", FAULTLESS)
 def test_check_raises_no_false_alarm(kind: str) -> None:
     torch.manual_seed(0)
     result = FAULTLESS[kind]()
     assert result.ok and result.findings == [] and str(result).startswith("nothing found"), str(result)
+
+
+def test_check_reads_sorted_data_in_random_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time ends before all of a set that is sorted by class is read."""
+    x = images(200).tensors[0]
+    monkeypatch.setattr(data_checks, "time", SimpleNamespace(perf_counter=partial(next, itertools.count())))
+    data = list(zip(x, (torch.arange(200) // 50).tolist(), strict=True))
+    result = checked(classifier(4), data)
+    assert result.outcomes["labels"].startswith("3 classes in 6 samples")
+    assert [finding for finding in result.findings if finding.check == "labels"] == []
 
 
 def test_check_result_is_json_and_html() -> None:
