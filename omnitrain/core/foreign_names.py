@@ -139,7 +139,7 @@ IMPORTS: dict[str, str] = _read("""
         HFTrainer get the one of transformers.
     TrainStepOutput ValStepOutput AggregatedOutputs LossMetrics -> It is `StepOutput`.
     Logger LoggerDestination FileLogger InMemoryLogger SlackLogger NeptuneLogger -> Pass `loggers` by name, a
-        `Tracking` around a tracker of accelerate, or a `Callback` with `on_log`.
+        `Tracking` around a tracker of accelerate, or a `Callback`.
     TensorboardLogger -> It is `TensorBoardLogger`.
     OptimizerMonitor -> It is `Distributions`, in `callbacks`.
     NaNMonitor TerminateOnNaN -> `on_nonfinite` of a trainer ends the run, skips the step or warns.
@@ -158,7 +158,7 @@ IMPORTS: dict[str, str] = _read("""
     BasePredictionWriter -> `predict(dataset)` returns all predictions, on the host.
     Precision Precisions -> `autocast="bf16"` of a trainer.
     DDPStrategy FSDPStrategy DeepSpeedStrategy Gang ComputeConfig parallelize -> `AccelerateTrainer`,
-        started by `omnitrain launch -n 2 --fsdp script.py`; its `ranks` gather and sum.
+        started by `omnitrain launch -n 2 --fsdp script.py`.
     CheckpointManager get_last_checkpoint load_checkpoint -> `save_dir` of a trainer and `train(resume_from="auto")`;
         `load_checkpoint("best")`.
     AbstractTrainUnit -> It is `TrainUnit`.
@@ -171,8 +171,7 @@ IMPORTS: dict[str, str] = _read("""
     AdamW DecoupledAdamW Adafactor build_optimizer create_optimizer -> `optimizer="adamw"` of a trainer, or any class
         or instance of `torch.optim`.
     enable_full_determinism -> `deterministic=True` of a trainer.
-    GenerationConfig -> Import it from transformers; `Preview` and HFTrainer take what `generate` takes.
-    TensorDataset Dataset DataLoader -> Import it from `torch.utils.data`.
+    GenerationConfig -> Import it from transformers; `Preview` and HFTrainer take the arguments of its generation.
 """)
 """Names of other packages that are not in this one."""
 
