@@ -51,7 +51,10 @@ class BatchProbe:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._tolerance = 1e-5 if trainer.precision.name == "fp32" else 2e-2
-        whole, self._parts = _read_samples(trainer)
+        is_exact = trainer.precision.name == "fp32" and trainer.device.type == "cpu"
+        self._output_tolerance = 1e-4 if is_exact else 2e-2
+        whole, parts = _read_samples(trainer)
+        self._parts: list[Any] | None = parts
         self._whole, self._halves = [whole], _split(whole)
 
     def find_reasons(self) -> list[BatchDependence]:
@@ -61,28 +64,32 @@ class BatchProbe:
         with torch.no_grad(), _restored_modes(model):
             model.eval()
             reasons = self._find_in_evaluation_mode()
-            if not reasons:
-                reasons = self._find_in_modules(training) + self._find_in_algorithms()
+            if reasons and self._compare_draws():  # whatever module is tried
+                return reasons
+            if reasons:  # a model that sees the padding is equal in parts of the padded batch
+                is_equal = self._halves is not None and not self._difference(self._halves)
+                self._parts = self._halves if is_equal else None
+            reasons += self._find_in_modules(training) + self._find_in_algorithms()
         return reasons
 
     def _find_in_evaluation_mode(self) -> list[BatchDependence]:
         """Return why the loss depends on the split although no module is in training mode."""
-        if not (effect := self._compare(self._whole, self._parts)):
+        if self._parts is None or not (effect := self._difference(self._parts)):
             return []
         return [BatchDependence(self._describe_cause(), effect)]
 
     def _describe_cause(self) -> str:
         if self._compare_draws():
             return "the model draws random numbers in evaluation mode too"
-        if self._halves is not None and not self._compare(self._whole, self._halves):
-            if any(_shapes(part) != _shapes(self._whole[0]) for part in self._parts):
+        if self._halves is not None and not self._difference(self._halves):
+            if any(_shapes(part) != _shapes(self._whole[0]) for part in self._parts or ()):
                 return (
                     "padding changes the loss: positions that only fill up a batch are not masked in the model, or "
                     "count as targets"
                 )
             return f"`data_collator` ({_name(self._trainer.settings.data_collator)}) makes other rows of fewer samples"
         loss = self._trainer.settings.loss_fn or self._trainer.unit
-        if self._halves is not None and self._has_equal_outputs():
+        if self._halves is not None and self._output_gap(self._halves) == 0:
             return f"the loss ({_name(loss)}) compares the samples of a batch, or is no mean over them"
         return f"the model ({type(self._trainer.get_model()).__name__}) mixes the samples of a batch"
 
@@ -96,13 +103,13 @@ class BatchProbe:
     def _try_kind(self, modules: dict[str, nn.Module]) -> BatchDependence | None:
         with _in_training(modules.values()):
             draws = self._compare_draws()
-            effect = max(draws, self._compare(self._whole, self._parts))
+            effect = max(draws, self._compare_parts())
         if not effect:
             return None
         names = list[str]()
         for name, module in modules.items():
             with _in_training([module]):
-                if self._compare_draws() or self._compare(self._whole, self._parts):
+                if self._compare_draws() or self._compare_parts():
                     names.append(repr(name) if name else "(the model itself)")
             if len(names) == _NAMED:
                 break
@@ -119,13 +126,17 @@ class BatchProbe:
         reasons = []
         for algorithm in self._trainer.algorithms:
             for transform in find_overrides([algorithm], "transform_batch"):
-                if effect := self._compare(self._whole, self._parts, transform=transform):
+                if effect := self._compare_parts(transform):
                     reasons.append(BatchDependence(f"{type(algorithm).__name__} transforms whole batches", effect))
         return reasons
 
     def _compare_draws(self) -> float:
         """Return the largest difference that other random numbers make; 0 if they make none."""
         return max(self._compare(self._whole, self._whole, seed) for seed in _OTHER_SEEDS)
+
+    def _compare_parts(self, transform: Callable[..., Any] | None = None) -> float:
+        """Return the difference of the samples in parts, where these are equal by themselves."""
+        return 0.0 if self._parts is None else self._compare(self._whole, self._parts, transform=transform)
 
     def _compare(
         self,
@@ -165,12 +176,23 @@ class BatchProbe:
             raise DataError(f"The loss of the first samples is {loss}.")
         return loss
 
-    def _has_equal_outputs(self) -> bool:
-        """Whether the outputs of the samples in one batch are those of the samples in parts."""
-        whole, parts = self._outputs(self._whole), self._outputs(self._halves or [])
+    def _difference(self, batches: Sequence[Any]) -> float:
+        """Return by how much the first samples differ in other batches: in their loss, or only in their outputs.
+
+        The loss of an untrained model is almost that of guessing, whatever the outputs are.
+        """
+        difference = self._compare(self._whole, batches)
+        return difference or (self._tolerance if self._output_gap(batches) else 0.0)
+
+    def _output_gap(self, batches: Sequence[Any]) -> float | None:
+        """Return the largest difference of outputs, relative to what tells samples apart; None if they are no rows."""
+        whole, parts = self._outputs(self._whole), self._outputs(batches)
         if whole is None or parts is None or whole.shape != parts.shape:
-            return False
-        return bool(torch.allclose(whole, parts, rtol=self._tolerance * 10, atol=self._tolerance * 10))
+            return None
+        gap = float((whole - parts).abs().max())
+        if gap <= self._output_tolerance * max(float(whole.abs().max()), self._output_tolerance):
+            return 0.0
+        return gap / max(float((whole - whole.mean(0)).abs().max()), gap)
 
     def _outputs(self, batches: Sequence[Any]) -> torch.Tensor | None:
         trainer, rows = self._trainer, list[torch.Tensor]()

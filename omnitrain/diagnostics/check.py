@@ -729,14 +729,19 @@ def _mixes(plain: Any, other: Any, probe: _BatchProbe) -> bool:
     return _other_rows_differ(plain[1], other[1], probe) and not _other_rows_differ(plain[0], other[0], probe)
 
 
+def _rounding(probe: _BatchProbe) -> float:
+    """Return the largest difference of equal outputs, relative to the largest of them."""
+    is_exact = probe.trainer.precision.name == "fp32" and probe.trainer.device.type == "cpu"
+    return 1e-5 if is_exact else 2e-2
+
+
 def _other_rows_differ(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], probe: _BatchProbe) -> bool:
     """Whether rows other than the first differ by more than rounding."""
-    is_exact = probe.trainer.precision.name == "fp32" and probe.trainer.device.type == "cpu"
     for a, b in zip(first, second, strict=True):
         if a.shape == b.shape:
             gap = (a[1:].double() - b[1:].double()).abs().max() if a[1:].numel() else 0.0
             scale = float(a[1:].double().abs().max()) if a[1:].numel() else 0.0
-            if float(gap) > (1e-5 if is_exact else 2e-2) * max(scale, 1e-6):
+            if float(gap) > _rounding(probe) * max(scale, 1e-6):
                 return True
     return False
 
@@ -799,18 +804,21 @@ def _check_padding(probe: _BatchProbe) -> Outcome:
     )
     if not _is_padded_copy(single, pair):
         raise NotTried("the collator changes the samples")
-    where, limit = f"sample {short} of {loader.name}", 1e-3 if probe.trainer.precision.name == "fp32" else 5e-2
-    lengthening = f"from {lengths[short]} to {lengths[long]} entries"
+    where, lengthening = f"sample {short} of {loader.name}", f"from {lengths[short]} to {lengths[long]} entries"
     (alone, outputs), (_, pair_outputs) = probe.evaluate(single), probe.evaluate(pair)
-    gap = _output_gap(outputs, pair_outputs)
-    text = f"outputs change by {gap:.1e} of themselves {lengthening}"
-    if gap > limit:
+    gap = _output_gap(outputs, pair_outputs, _rounding(probe))
+    change = f"change by {gap:.1%} of what tells two samples apart" if gap else "do not change"
+    text = f"outputs {change} {lengthening}"
+    if gap > 1e-3:
         severity: Severity = "warning" if gap > 1e-2 else "note"
         return text, [CheckFinding(
-            severity, "padding", where, f"its outputs change by {gap:.1%} when it is padded {lengthening}",
+            severity, "padding", where,
+            f"its outputs change by {gap:.1%} of their distance to those of sample {long} when it is padded "
+            f"{lengthening}",
             "Give the model a mask of the padding (attention_mask), and use it in means, poolings and attention.",
         )]  # fmt: skip
     padded, _ = probe.evaluate(split_batch(pair, 1)[0])
+    limit = 1e-3 if probe.trainer.precision.name == "fp32" else 5e-2
     if abs(padded - alone) > limit * abs(alone):  # NaN, of a sample without a target, is not above anything
         return text, [CheckFinding(
             "warning", "padding", where,
@@ -821,8 +829,11 @@ def _check_padding(probe: _BatchProbe) -> Outcome:
     return text, []
 
 
-def _output_gap(single: Any, pair: Any) -> float:
-    """Return the relative difference of the outputs of a sample, alone and padded as the first one of a pair."""
+def _output_gap(single: Any, pair: Any, rounding: float) -> float:
+    """Return how far the outputs of a sample move, alone and padded as the first of a pair, compared with the pair's.
+
+    An untrained head gives all samples almost the same outputs, which would hide a change relative to themselves.
+    """
     alone, padded = (next((tensor for tensor in tensors_in(output) if tensor.is_floating_point()), None)
                      for output in (single, pair))  # fmt: skip
     if alone is None or padded is None or alone.ndim != padded.ndim or not alone.ndim or len(padded) != 2:
@@ -833,7 +844,10 @@ def _output_gap(single: Any, pair: Any) -> float:
         if a.ndim == 0 or a.shape[1:] != b.shape[1:] or len(a) > len(b):
             raise NotTried("the outputs of a padded sample have another shape")
         candidates = [b[: len(a)], b[len(b) - len(a) :]]
-    return min(float((a - candidate).abs().max()) for candidate in candidates) / max(float(a.abs().max()), 1e-6)
+    gap = min(float((a - candidate).abs().max()) for candidate in candidates)
+    if gap <= rounding * max(float(a.abs().max()), 1e-6):
+        return 0.0
+    return gap / max(float((b - padded[1].double()).abs().max()), gap)
 
 
 def _length(sample: Any) -> int:

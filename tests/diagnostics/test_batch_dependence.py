@@ -131,6 +131,20 @@ def test_unmasked_padding_is_named() -> None:
     assert reason.startswith("padding changes the loss")
 
 
+def test_unmasked_padding_is_named_before_training() -> None:
+    """A head with small weights gives all samples almost the same scores, and the loss of guessing; with a dropout."""
+    torch.manual_seed(0)
+    model = Mean(is_masked=False)
+    model.head = nn.Sequential(nn.Dropout(0.5), model.head)  # type: ignore[assignment]
+    with torch.no_grad():
+        model.head[1].weight.mul_(1e-3)
+        model.head[1].bias.fill_(0.01)
+    reasons = find(model, Words())
+    assert [reason.partition(":")[0] for reason in reasons] == [
+        "padding changes the loss", "Dropout 'head.0' draws random numbers per batch",
+    ]  # fmt: skip
+
+
 def test_collator_of_other_rows_is_named() -> None:
     def collate(samples: list[Any]) -> Any:
         x, y = (torch.stack(column) for column in zip(*samples, strict=True))

@@ -145,9 +145,10 @@ class Sequences(Dataset[Any]):
 class Pooled(nn.Module):
     """The mean of embeddings, of the padding too unless a mask is used."""
 
-    def __init__(self, masks: bool) -> None:
+    def __init__(self, masks: bool, scale: float = 1.0) -> None:
         super().__init__()
         self.embed, self.head, self.masks = nn.Embedding(20, 8), nn.Linear(8, 3), masks
+        self.head.weight.data.mul_(scale)  # a small one gives all samples almost the same scores
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         hidden = self.embed(input_ids)
@@ -317,6 +318,7 @@ PLANTED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, A
         "mixing", "BatchNorm1d '0'",
     ),
     "padding": (lambda: Pooled(False), Sequences, {}, "warning", "padding", "of the training set"),
+    "padding, small head": (lambda: Pooled(False, 1e-3), Sequences, {}, "warning", "padding", "of the training set"),
     "broadcast": (lambda: classifier(1), regression, {"loss_fn": MSE}, "error", "shapes", "`loss_fn`"),
     "large rate": (classifier, images, {"learning_rate": 5.0}, "warning", "rate", "`learning_rate`"),
     "tiny rate": (classifier, images, {"learning_rate": 1e-9}, "warning", "rate", "`learning_rate`"),
@@ -372,6 +374,7 @@ FAULTLESS: dict[str, Callable[[], Any]] = {
     "frozen": lambda: checked(classifier(), images(), freeze=["^0"]),
     "attention": lambda: checked(Attending(True), images()),
     "masked padding": lambda: checked(Pooled(True), Sequences()),
+    "masked padding, small head": lambda: checked(Pooled(True, 1e-3), Sequences(), learning_rate=1e-6),
     "padding without labels": lambda: checked(
         Tagged(), unlabelled(), data_collator=partial(pad, label=-100), loss_fn=None
     ),
