@@ -72,7 +72,9 @@ class Observer(Callback):
 
     def on_train_start(self, trainer: Any) -> None:
         self._has_failed = False
-        self._write(trainer, "start", total=trainer.total_steps, **overrides.describe_run(trainer))
+        self._write(
+            trainer, "start", total=trainer.total_steps, device=trainer.device.type, **overrides.describe_run(trainer)
+        )
 
     def on_batch_start(self, trainer: Any, batch: Any, number: int) -> None:
         if number == 0:

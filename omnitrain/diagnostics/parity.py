@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -164,6 +165,7 @@ class Parity(ProofResult):
         reasons: What makes a step of the script depend on its split into batches.
         problem: Why that could not be tried; empty if it could.
         required: Whether each run counts, as the user has named the backends.
+        is_deterministic_supplied: Whether all runs got `deterministic=True`, as two runs of the script differ on a GPU.
     """
 
     script: str
@@ -174,6 +176,7 @@ class Parity(ProofResult):
     reasons: list[str]
     problem: str = ""
     required: bool = False
+    is_deterministic_supplied: bool = False
 
     @property
     def ok(self) -> bool:
@@ -206,6 +209,8 @@ class Parity(ProofResult):
         notes += [f"{run.name}: {run.objection}" for run in self.runs if run.objection]
         if any(not run.ok and not run.objection for run in self.runs):
             notes.append("No reason was found for the unexpected differences.")
+        if self.is_deterministic_supplied:
+            notes.append("Two runs of the script differ on a GPU: all runs got deterministic=True.")
         if self.problem:
             notes.append(f"What depends on the split of a step could not be tried: {self.problem}")
         notes += [f"{run.name}: without its reasons {run.problem}" for run in self.runs if run.problem]
@@ -228,7 +233,17 @@ class Parity(ProofResult):
         """Return the result as values of JSON."""
         runs = [{**asdict(run), "ok": run.ok} for run in self.runs]
         runs = [{name: _to_json(value) for name, value in run.items()} for run in runs]
-        names = ("script", "trainer", "steps", "samples", "reasons", "problem", "ok", "code")
+        names = (
+            "script",
+            "trainer",
+            "steps",
+            "samples",
+            "reasons",
+            "problem",
+            "ok",
+            "code",
+            "is_deterministic_supplied",
+        )
         return {**{name: getattr(self, name) for name in names}, "runs": runs}
 
 
@@ -290,15 +305,12 @@ class _Comparison:
         self._references: dict[str, _Record | None] = {}
 
     def compare(self, backends: Sequence[str], required: bool) -> Parity:
-        base = self._require("as it is", probes=True)
-        content = base.content
-        if not any(map(math.isfinite, base.values("loss"))):  # NaN would count as equal to NaN
-            raise ConfigError(
-                f"{self._script.path!r} has no finite loss in its first steps, so nothing can be compared. Look for "
-                "the cause first; `trainer.check()` helps."
-            )
-        again = self._require("as it is, again")
-        repeated = _compare(Run("again", expected="bits"), again, base)
+        base, repeated = self._run_twice()
+        if repeated.size != "bits" and base.content["device"] != "cpu":
+            self._script = replace(self._script, supplied={"deterministic": True})
+            self._scratch /= "deterministic"
+            with contextlib.suppress(ConfigError):  # such as an operation without a deterministic kernel
+                base, repeated = self._run_twice()
         if repeated.size != "bits":
             step = next((n for n, value in enumerate(repeated.losses, start=1) if value), self._steps)
             raise ConfigError(
@@ -306,6 +318,7 @@ class _Comparison:
                 "Seed what it draws before the trainer is made (torch.manual_seed), and pass deterministic=True on a "
                 "GPU."
             )
+        content = base.content
         samples = int(content["rows"][0]["samples"])
         runs = [repeated]
         reasons = [BatchDependence(**reason) for reason in content["reasons"]]
@@ -321,7 +334,19 @@ class _Comparison:
         problem = escape_unprintable(content["problem"])[:300]
         texts = [reason.text for reason in reasons]
         size = len(content["rows"]), samples
-        return Parity(self._script.path, content["trainer"], *size, runs, texts, problem, required)
+        supplied = bool(self._script.supplied)
+        return Parity(self._script.path, content["trainer"], *size, runs, texts, problem, required, supplied)
+
+    def _run_twice(self) -> tuple[_Record, Run]:
+        """Return the record of the script as it is, and the comparison with a second run of it."""
+        base = self._require("as it is", probes=True)
+        if not any(map(math.isfinite, base.values("loss"))):  # NaN would count as equal to NaN
+            raise ConfigError(
+                f"{self._script.path!r} has no finite loss in its first steps, so nothing can be compared. Look for "
+                "the cause first; `trainer.check()` helps."
+            )
+        again = self._require("as it is, again")
+        return base, _compare(Run("again", expected="bits"), again, base)
 
     def _ways(self, name: str, content: Mapping[str, Any], samples: int) -> list[_Way]:
         """Return the runs of a backend."""
@@ -426,7 +451,7 @@ class _Comparison:
         path = f"{Recorder.__module__}.{Recorder.__qualname__}"
         callbacks = [{"class_path": path, "init_args": arguments}]
         overrides: Overrides = {**way.overrides, "save_dir": str(folder / "runs"), "callbacks": callbacks}
-        script = Script(self._script.path, self._script.arguments, way.processes, way.options)
+        script = replace(self._script, processes=way.processes, options=way.options)
         outcome = script.run(folder, overrides, timeout=self._timeout)
         if outcome.timed_out or not (folder / _RECORD).exists():
             return None, outcome

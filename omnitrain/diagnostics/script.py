@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -80,6 +80,7 @@ class Script:
         arguments: What it is called with.
         processes: How many processes run it; several are started as by `omnitrain launch`.
         options: More options of the launcher, such as "--fsdp".
+        supplied: Arguments of its trainers in each run, in addition to those that a run overrides.
 
     >>> Script("train.py", ["--lr", "0.1"]).command()[1:]
     ['train.py', '--lr', '0.1']
@@ -91,6 +92,7 @@ class Script:
     arguments: Sequence[str] = ()
     processes: int = 1
     options: Sequence[str] = ()
+    supplied: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raise ConfigError if there is no such file, or no process to run it."""
@@ -105,6 +107,10 @@ class Script:
         words = [*(["train"] if is_config else []), self.path, *self.arguments]
         launch = ["launch", "-n", str(self.processes), *self.options] if self.processes > 1 else []
         return [sys.executable, *(["-m", "omnitrain"] if launch or is_config else []), *launch, *words]
+
+    def complete(self, overrides: Overrides) -> str:
+        """Return overrides with the arguments that are supplied in each run, as JSON."""
+        return json.dumps({**overrides, "arguments": {**self.supplied, **overrides.get("arguments", {})}})
 
     def run(
         self,
@@ -128,7 +134,7 @@ class Script:
         """
         folder.mkdir(parents=True, exist_ok=True)
         output, run_id, start = folder / f"{name}.log", uuid.uuid4().hex, time.monotonic()
-        environment = _environment() | {VARIABLE: json.dumps(overrides), _RUN_ID: run_id} | dict(variables or {})
+        environment = _environment() | {VARIABLE: self.complete(overrides), _RUN_ID: run_id} | dict(variables or {})
         timed_out = False
         with _signals_as_exits():  # before it starts, or a signal in between would leave it running
             process = subprocess.Popen(

@@ -49,7 +49,7 @@ def run_forked(
 
     def run() -> int:
         sys.stdout = sys.stderr = output.open("w", buffering=1)
-        os.environ[overrides.VARIABLE] = json.dumps(values)
+        os.environ[overrides.VARIABLE] = script.complete(values)
         sys.argv = [script.path, *script.arguments]
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         torch.seed()  # a new process would not have the state of this one
@@ -132,6 +132,14 @@ def test_drill_reports_an_unseeded_script(tmp_path: Path) -> None:
     result = run(tmp_path, "unseeded", 1, signals=["kill"])
     assert result.code == 2 and result.is_deterministic is False and result.folder is None
     assert result.verdict().startswith("not deterministic by itself: two undisturbed runs differ. since step 1: ")
+
+
+def test_drill_supplies_deterministic_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drills, "_has_other_kernels", lambda record: True)  # as on a GPU
+    result = run(tmp_path, "kernels", 1, signals=["kill"])
+    assert result.ok and "the drill supplies deterministic=True" in str(result)
+    monkeypatch.setattr(drills, "_has_other_kernels", lambda record: False)
+    assert run(tmp_path, "kernels", 1, signals=["kill"]).code == 2
 
 
 def test_drill_reports_a_resume_that_fails(tmp_path: Path) -> None:

@@ -147,6 +147,19 @@ def test_difference_larger_than_its_reason_is_unexpected(fake: Any) -> None:
     assert "ddp x 2: the first loss differs by 2e-01 of itself, and in trials of the reasons by 2e-02" in str(result)
 
 
+def test_deterministic_kernels_are_supplied_on_a_gpu(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Two runs of the script differ without them."""
+    losses = iter([3.0, 3.1, 3.0, 3.0, 3.0])
+
+    def find(self: Any, way: Any, probes: bool = False, frozen: Any = ()) -> Any:
+        trainer = way.overrides.get("trainer", "Trainer")
+        return record([next(losses)], device="cuda:0", trainer=trainer), Outcome(0, 0.0, Path(script))
+
+    monkeypatch.setattr(parity._Comparison, "_record", find)
+    result = compare_backends(Script(script), backends=["accelerate"])
+    assert result.code == 0 and result.is_deterministic_supplied and "deterministic=True" in str(result)
+
+
 def test_reason_that_stays_is_tried_by_the_same_split(fake: Any) -> None:
     """A loss that compares samples has the same batches on one process in the same split."""
     records = {"as it is": record([3.0], reasons=[COMPARES]), "ddp x 2": record([3.1])}
