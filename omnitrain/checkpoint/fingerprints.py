@@ -52,41 +52,57 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 # --- data
 
 
-def content_digest(value: Any, means: list[float] | None = None) -> str | None:
+def content_digest(value: Any, means: list[float] | None = None, is_partial: bool = False) -> str | None:
     """Return a digest of tensors, arrays, text, numbers, and lists and dicts of these; None for anything else.
 
-    If there is a list `means`, it has shapes in place of floats and images, whose means are added to the list.
+    Of a tensor that is sharded over ranks, it is that of this rank's part.
+
+    Args:
+        value: The content.
+        means: A list to which the means of floats and images are added, which count by their shapes only.
+        is_partial: Whether of anything else only its attributes that are tensors count, so that the rest has a digest.
 
     >>> content_digest({"x": [1, 2.5], "y": "a"}) == content_digest({"y": "a", "x": [1, 2.5]}), content_digest(object())
     (True, None)
     """
     hasher = hashlib.blake2b(digest_size=8)
-    return hasher.hexdigest() if _digest(value, hasher.update, means) else None
+    return hasher.hexdigest() if _digest(value, hasher.update, means, is_partial) else None
 
 
-def _digest(value: Any, update: Callable[[bytes], None], means: list[float] | None = None) -> bool:
+def _digest(
+    value: Any, update: Callable[[Any], None], means: list[float] | None = None, is_partial: bool = False
+) -> bool:
     """Feed a value to a hash, and return whether all of its content is stable."""
     value = value if means is None else _without_floats(value, means)
     if isinstance(value, torch.Tensor):
+        local: Any = value.detach()
+        local = local.to_local() if hasattr(local, "to_local") else local
+        local = local if local.layout is torch.strided else local.to_dense()
         # the bytes below follow the strides, which do not belong to the content
-        value = value.detach().cpu().contiguous()
-        update(f"{value.dtype}{tuple(value.shape)}".encode())
-        update(value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
+        local = local.cpu().contiguous()
+        update(f"{local.dtype}{tuple(local.shape)}".encode())
+        update(local.reshape(-1).view(torch.uint8).numpy() if local.numel() else b"")
     elif isinstance(value, np.ndarray) and value.dtype.kind != "O":
         update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
     elif value is None or isinstance(value, (bool, str, bytes, numbers.Number, np.generic)):
         update(f"{type(value).__name__}{value!r};".encode())
     elif isinstance(value, Mapping):
         update(f"dict{len(value)}".encode())
-        return all(_digest(key, update) and _digest(value[key], update, means) for key in sorted(value, key=repr))
+        return all(
+            _digest(key, update, None, is_partial) and _digest(value[key], update, means, is_partial)
+            for key in sorted(value, key=repr)
+        )
     elif isinstance(value, (list, tuple, np.ndarray)):
         update(f"list{len(value)}".encode())
         if {type(entry) for entry in value} <= (_PLAIN if means is None else _PLAIN - {float}):
             update(repr(list(value)).encode())  # a hundred times faster, for lists of tokens
             return True
-        return all(_digest(entry, update, means) for entry in value)
+        return all(_digest(entry, update, means, is_partial) for entry in value)
     elif hasattr(value, "tobytes") and hasattr(value, "mode"):  # a PIL image
         update(f"{value.mode}{value.size}".encode() + value.tobytes())
+    elif is_partial:
+        attributes = {} if isinstance(value, type) else getattr(value, "__dict__", {})
+        return _digest({name: part for name, part in attributes.items() if isinstance(part, torch.Tensor)}, update)
     else:
         return False
     return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import itertools
 import json
 import math
@@ -17,6 +16,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from omnitrain.checkpoint.fingerprints import content_digest
 from omnitrain.compute.random_state import snapshot_rng
 from omnitrain.config import overrides
 from omnitrain.core.events import Callback
@@ -65,7 +65,7 @@ class Observer(Callback):
         self._has_failed = False
         self._is_evaluating = False
         self._count = 0
-        self._batches = 0
+        self._batches: str | None = None
         self._losses: list[float] = []
 
     # --- the record
@@ -78,8 +78,8 @@ class Observer(Callback):
 
     def on_batch_start(self, trainer: Any, batch: Any, number: int) -> None:
         if number == 0:
-            self._batches, self._losses = 0, []
-        self._batches = digest(batch, self._batches)
+            self._batches, self._losses = None, []
+        self._batches = digest([self._batches, batch])
 
     def on_after_loss(self, trainer: Any, loss: torch.Tensor) -> None:
         self._losses.append(float(loss.detach()))
@@ -222,40 +222,9 @@ class WatchedDisk:
 # --- digests
 
 
-def digest(value: Any, start: int = 0) -> int:
-    """Return a number for nested tensors, arrays and plain values, equal for equal bits.
-
-    >>> digest({"a": torch.ones(2)}) == digest({"a": torch.ones(2)}) != digest({"a": torch.zeros(2)})
-    True
-    """
-    hasher = hashlib.blake2b(str(start).encode(), digest_size=8)
-    for piece in _pieces(value):
-        hasher.update(piece)
-    return int.from_bytes(hasher.digest())
-
-
-def _pieces(value: Any) -> Iterator[Any]:
-    if isinstance(value, torch.Tensor):
-        local: Any = value.detach()
-        local = local.to_local() if hasattr(local, "to_local") else local
-        if local.layout is not torch.strided:
-            local = local.to_dense()
-        yield f"{local.dtype}{tuple(local.shape)}".encode()
-        yield local.cpu().contiguous().flatten().view(torch.uint8).numpy() if local.numel() else b""
-    elif isinstance(value, Mapping):
-        for name in value:
-            yield repr(name).encode()
-            yield from _pieces(value[name])
-    elif isinstance(value, (list, tuple)):
-        yield f"[{len(value)}".encode()
-        for entry in value:
-            yield from _pieces(entry)
-    elif hasattr(value, "tobytes"):
-        yield value.tobytes()
-    elif isinstance(value, (str, int, float, bool, bytes, type(None))):
-        yield repr(value).encode()
-    elif hasattr(value, "__dict__"):
-        yield from _pieces({name: part for name, part in vars(value).items() if isinstance(part, torch.Tensor)})
+def digest(value: Any) -> str | None:
+    """Return a digest of all content of a value that has one, equal for equal bits."""
+    return content_digest(value, is_partial=True)
 
 
 def _weights(model: torch.nn.Module) -> Iterable[torch.Tensor]:
@@ -296,11 +265,11 @@ def _plain_attributes(part: Any) -> Iterator[tuple[str, str]]:
         if isinstance(value, (bool, int, float, str)):
             yield name, repr(value)[:200]
         elif isinstance(value, torch.Generator):
-            yield name, f"a generator {digest(value.get_state()):x}"
+            yield name, f"a generator {digest(value.get_state())}"
         elif isinstance(value, random.Random):
-            yield name, f"a generator {digest(list(value.getstate()[1])):x}"
+            yield name, f"a generator {digest(list(value.getstate()[1]))}"
         elif hasattr(value, "bit_generator"):
-            yield name, f"a generator {digest(repr(value.bit_generator.state)):x}"
+            yield name, f"a generator {digest(repr(value.bit_generator.state))}"
         elif isinstance(value, itertools.count):
             yield name, repr(value)
         elif isinstance(value, (list, tuple, dict, set)) and len(value) < 1000:

@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -184,6 +185,15 @@ def test_content_digest_of_values_that_differ() -> None:
     ):  # fmt: skip
         assert content_digest(value) == content_digest(value) is not None
         assert content_digest(value) != content_digest(other)
+
+
+def test_content_digest_of_a_part() -> None:
+    """What has no stable content hides nothing else, and objects count by their tensors."""
+    graphs = [SimpleNamespace(x=torch.full((2,), value), size=object()) for value in (0.0, 0.0, 1.0)]
+    parts = [{"graph": graph, "other": object(), "y": torch.eye(2).to_sparse()} for graph in graphs]
+    first, same, other = (content_digest(part, is_partial=True) for part in parts)
+    assert first == same != other and content_digest(parts[0]) is None
+    assert content_digest(torch.eye(2).to_sparse()) == content_digest(torch.eye(2))
 
 
 def test_code_of_a_loss_includes_options_but_not_counters() -> None:

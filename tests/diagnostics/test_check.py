@@ -447,7 +447,7 @@ class TaskHeads(nn.Module):
         return self.heads[task](x)
 
 
-RARE = MultiTask({"a": images(60), "b": (images(4).tensors[0], torch.ones(4, 1))})
+RARE = MultiTask({"a": images(80), "b": (images(6).tensors[0], torch.ones(6, 1))})
 
 
 @pytest.mark.parametrize("kind", FAULTLESS)
