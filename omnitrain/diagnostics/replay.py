@@ -88,6 +88,8 @@ class Replay(ProofResult):
             lines.append(f"the same as in the run, to the bit: {', '.join(self.same)}")
         if self.differs:
             lines.append(f"not as in the run: {', '.join(self.differs)}")
+        if self.losses:
+            lines.append("each sample by itself, by the weights before the step and in evaluation mode:")
         are_samples = len(self.samples) == len(self.losses)
         names: Sequence[Any] = self.samples if are_samples else range(len(self.losses))
         largest = sorted(zip(self.grad_norms, self.losses, names, strict=False), reverse=True)

@@ -73,10 +73,11 @@ class RunDiff(ProofResult):
 
     def __str__(self) -> str:
         """Return where the runs part, and what differs in their records, as lines."""
-        lines = [f"{self.a} and {self.b}, by {self.source}: equal to step {self.equal_to}"]
+        extent = f"equal to step {self.equal_to}" if self.equal_to else "they part at once"
+        lines = [f"{self.a} and {self.b}, by {self.source}: {extent}"]
         if self.step is not None:
-            cause, *rest = self.differs
-            parts = [f"same {_TITLES.get(name, name)}" for name in self.same] + [f"other {_TITLES.get(cause, cause)}"]
+            cause, *rest = [_TITLES.get(name, name) for name in self.differs]
+            parts = [f"same {_TITLES.get(name, name)}" for name in self.same] + [f"other {cause}"]
             lines.append(f"step {self.step}: {', '.join(parts)}" + (f" (and {', '.join(rest)})" if rest else ""))
         lines += [f"  {name}: {before!r} and {after!r}" for name, (before, after) in self.values.items()]
         if self.record:

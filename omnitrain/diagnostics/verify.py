@@ -62,6 +62,7 @@ class Finding:
         before: The recorded value.
         after: The present value; None if it is gone.
         text: The difference as text, where the two values do not show it, or how much was compared.
+        is_partial: Whether only a part of it was compared.
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Finding:
     before: Any = None
     after: Any = None
     text: str = ""
+    is_partial: bool = False
 
     def __str__(self) -> str:
         """Return the part with its recorded and its present value."""
@@ -134,7 +136,8 @@ class RunVerification(ProofResult):
         lines += [f"same     {kind} {', '.join(names)}" for kind, names in by_kind.items()]
         lines += [str(finding) for finding in self.findings if finding.state != "same"]
         lines += [f"unknown  {reason}" for reason in self.uncompared]
-        subject = "Nothing that was compared" if self.uncompared else "Nothing"
+        is_partial = self.uncompared or any(finding.is_partial for finding in self.findings)
+        subject = "Nothing that was compared" if is_partial else "Nothing"
         lines.append(f"{subject} has changed." if self.ok else "This is not what was recorded.")
         return "\n".join(map(escape_unprintable, lines))
 
@@ -347,7 +350,8 @@ def _compare_data(
                     continue
                 state: State = "changed" if text else "same"
                 text = text or f"{compared} of {before['size']} samples compared"
-                yield Finding("data", name, state, {"size": before["size"]}, {"size": after["size"]}, text)
+                is_partial = compared < before["size"]
+                yield Finding("data", name, state, {"size": before["size"]}, {"size": after["size"]}, text, is_partial)
     for argument, sets in current.items() if data else ():
         for key in sets.keys() - data.get(argument, {}).keys():
             name = f"{argument}[{key!r}]" if key else argument

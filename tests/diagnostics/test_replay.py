@@ -144,7 +144,7 @@ def test_replay_numbers_rows_that_are_no_samples(tmp_path: Path) -> None:
     assert (
         result.ok and (len(result.samples), len(result.losses)) == (4, 8) and "4 samples are 8 rows" in result.notes[0]
     )
-    assert str(result).splitlines()[2].split() == ["row", "loss", "gradient"]
+    assert str(result).splitlines()[3].split() == ["row", "loss", "gradient"]
 
 
 def test_replay_says_why_samples_have_no_loss(tmp_path: Path) -> None:

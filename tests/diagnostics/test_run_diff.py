@@ -58,6 +58,7 @@ def test_diff_names_changed_data_and_settings(run: Path, tmp_path: Path) -> None
     data.tensors[0][int(EpochSampler(16, 4).order(0)[9]), 0] = 3.0  # of the third step
     result = diff_runs(run, train(tmp_path / "b", data=data, weight_decay=0.0))
     assert (result.equal_to, result.step, result.differs[0], result.same) == (2, 3, "batch", ["samples"])
+    assert ": they part at once\nstep 1: other samples (" in str(diff_runs(run, train(tmp_path / "c", seed=1)))
     assert set(result.values) == {"mean_loss"} and any(name.startswith("data.train") for name in result.record)
 
 

@@ -121,6 +121,15 @@ def test_verify_compares_samples_and_missing_sets(trained: Path) -> None:
     assert " of it is not the one that the run was trained with (its entry 0)" in str(result)
 
 
+def test_verify_of_a_large_set_is_partial(tmp_path: Path) -> None:
+    """A digest is kept of some samples only, so nothing is said of the others."""
+    small_trainer(data=rows(200), save_dir=tmp_path).train()
+    result = verify_run(tmp_path, lambda: small_trainer(data=rows(200)))
+    assert result.ok and " of 200 samples compared)" in str(result)
+    alone = RunVerification("run", [], [finding for finding in result.findings if finding.kind == "data"], [])
+    assert str(alone).endswith("Nothing that was compared has changed.")
+
+
 class Augmented(Dataset[Any]):
     """Rows that differ in each read."""
 
