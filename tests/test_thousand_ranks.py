@@ -85,7 +85,7 @@ def test_counts_and_bytes_grow_only_where_listed(counts: Any, phase: str, rank: 
 def test_step_is_one_exchange(counts: Any) -> None:
     for rank in (0, 1):
         step = counts["step", rank, MANY]
-        assert step["collectives"] == 1 and step["sent"] < 200 and step["received"] < 200
+        assert step["collectives"] == 1 and step["sent"] < 600 and step["received"] < 600
         assert step["store"] == step["opened"] == step["stats"] == 0
 
 

@@ -298,8 +298,8 @@ def _difference_message(what: str, everywhere: Sequence[Mapping[str, str]], reme
     return f"{what} differ: {'; '.join(listed) or 'their order does'}{more}. {remedy}"
 
 
-# Numbers in an exchange: two for the call, and up to 18 values.
-_FIELDS = 20
+# Numbers in an exchange: two for the call, and up to 62 values.
+_FIELDS = 64
 # The most ranks of which each one gets the numbers of all in an exchange; of more, it gets the sums.
 _LISTED = 64
 # Bytes per part if a rank's data are sent in parts.

@@ -10,7 +10,9 @@ import itertools
 import logging
 import operator
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +24,7 @@ from omnitrain.core.duration import Stages
 from omnitrain.core.errors import DataError, DistributedError, add_location
 from omnitrain.core.events import ProfilerRanges, find_overrides, wrap_in_range
 from omnitrain.core.progress import Progress
-from omnitrain.data.collation import copy_to_device, count_samples, move_to_device, split_batch
+from omnitrain.data.collation import copy_to_device, count_samples, move_to_device, split_batch, tensors_in
 from omnitrain.data.loaders import Loader, MapLoader, UserLoader
 from omnitrain.data.sampling import CountedBatch, Window
 from omnitrain.data.stateful import data_parts
@@ -40,12 +42,38 @@ Samples and tokens of a batch that is split are counted at its end.
 """
 
 
-def _window_sums(group: list[Weighed]) -> tuple[float, ...]:
+# The most windows that are read ahead, whose steps then share one exchange between the ranks.
+_MAX_AHEAD = 8
+# They are if a window has at most so many bytes, which take memory, ...
+_SMALL_WINDOW = 1 << 16
+# ... and a step takes at most so many seconds: a signal on one rank is heard in the next exchange.
+_SHORT_STEP = 0.01
+
+
+@dataclass(slots=True)
+class WindowAhead:
+    """A window that is read before its step.
+
+    Attributes:
+        group: Its micro-batches on this rank, or the error from reading them.
+        totals: Its `_window_sums`, summed over all ranks; empty until they are known.
+    """
+
+    group: list[Weighed] | Exception
+    totals: Sequence[float] = ()
+
+
+def _window_sums(group: list[Weighed] | Exception) -> tuple[float, ...]:
     """Return the numbers of a window to sum over ranks: those of `Weighed`, micro-batches, and their square."""
+    if isinstance(group, Exception):
+        return (0,) * _SUMS
     weight = samples = tokens = batches = 0
     for entry in group:
         weight, samples, tokens, batches = weight + entry[1], samples + entry[2], tokens + entry[3], batches + entry[4]
     return weight, samples, tokens, batches, len(group), len(group) ** 2
+
+
+_SUMS = len(_window_sums([]))
 
 
 class Feed:
@@ -81,12 +109,14 @@ class Feed:
         self._has_compared: bool = ranks.world_size == 1
         # The source of the next window, if it may be read ahead.
         self._groups: Iterator[list[Weighed]] | None = None
-        # The next window, or the error from reading it.
-        self._ahead: list[Weighed] | Exception | None = None
-        # Its `_window_sums`, summed over all ranks.
-        self._totals_ahead: Sequence[float] = ()
-        # Whether the next totals that come are of other micro-batches than it has now.
-        self._are_totals_stale = False
+        # The next windows.
+        self._ahead: deque[WindowAhead] = deque()
+        # Those of them whose totals are being exchanged.
+        self._exchanged: Sequence[WindowAhead] = ()
+        # Whether several windows can be read at once, and whether the ranks have agreed on it.
+        self._can_share, self._shares = False, False
+        # When windows were read ahead, and how many have been yielded since.
+        self._read_at, self._yielded = 0.0, 0
         # Reads a window; named, if the parts of steps are.
         self._next: Callable[..., Any] = next
 
@@ -106,14 +136,18 @@ class Feed:
         # only indexed data may be read early: there each sample has its own random numbers
         reads_ahead = self._ranks.world_size > 1 and isinstance(loader, MapLoader) and not self.stateful_data
         self._groups = groups if reads_ahead else None
-        self._ahead, self._totals_ahead, self._are_totals_stale = None, (), False
+        # neither what depends on the steps before, nor what workers read while a step runs, comes in advance
+        self._can_share = not (self._stages or self._trainer.settings.num_workers or self._may_split)
+        self._ahead.clear()
+        self._exchanged, self._shares, self._yielded = (), False, 0
         ranks, progress = self._ranks, self._lifecycle.progress
         while True:
             # what other ranks report if this one stalls here
             ranks.phase, ranks.step = "data", progress.step + progress.skipped_steps + 1
             began = time.perf_counter()
             try:
-                group, self._ahead = self._ahead if self._ahead is not None else self._next(groups, []), None
+                ahead = self._ahead.popleft() if self._ahead else WindowAhead(self._next(groups, []))
+                group = ahead.group
                 if isinstance(group, Exception):
                     raise group
             except Exception as error:
@@ -131,8 +165,7 @@ class Feed:
                 self.accumulation > 1 or self._may_split or ranks.data.size > 1 or self._stages is not None
             ):
                 raise split_error(self._trainer.settings.loss_fn, self._trainer.backend.model)
-            totals, self._totals_ahead = self._totals_ahead, ()
-            window = self.window_of(group, last, totals)
+            window = self.window_of(group, last, ahead.totals)
             ranks.phase = "step"
             # None on all ranks at once: the totals say whether any rank has a batch left
             if window is None:
@@ -147,6 +180,7 @@ class Feed:
                     progress.leave_out(window.samples, window.micro_batches)
                     continue
                 self._latest = progress.samples, window
+                self._yielded += 1
                 yield window
 
     def _ask_loss(self, group: list[Weighed]) -> list[Weighed]:
@@ -211,20 +245,34 @@ class Feed:
         """Return the samples that an epoch must have over all ranks; None if each rank has the user's own loader."""
         return None if isinstance(loader, UserLoader) and self._ranks.data.size > 1 else loader.size
 
-    def read_ahead(self) -> Sequence[float]:
-        """Read the next window at the end of a step, and return what the other ranks need to know about it."""
-        if self._groups is None or self._ahead is not None:
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the ranks know the next window already."""
+        return bool(self._ahead and self._ahead[0].totals)
+
+    def read_ahead(self, may_share: bool = False) -> Sequence[float]:
+        """Read the next window, and return what the other ranks need to know about it.
+
+        If `may_share`, several short steps share an exchange: then their windows are read at once.
+        """
+        if self._groups is None:
             return ()
         self._ranks.phase, began = "data", time.perf_counter()
-        ahead: list[Weighed] | Exception
-        try:
-            ahead = self._next(self._groups, [])
-        except Exception as error:  # it belongs to the next step: the requests of this one come first
-            ahead = error
-        self._ahead = ahead
+        windows = list[WindowAhead]()
+        while len(self._ahead) < (_MAX_AHEAD if self._shares else 1):
+            try:
+                windows.append(WindowAhead(self._next(self._groups, [])))
+            except Exception as error:  # it belongs to its step: the requests of those before come first
+                windows.append(WindowAhead(error))
+            self._ahead.append(windows[-1])
+        seconds, steps, self._read_at, self._yielded = began - self._read_at, self._yielded, began, 0
+        is_short = (
+            may_share and self._can_share and 0 < seconds <= _SHORT_STEP * steps and _is_small(self._ahead[-1].group)
+        )
         self._lifecycle.clock.add("data", time.perf_counter() - began)
-        self._ranks.phase = "step"
-        return () if isinstance(ahead, Exception) else self._ranks.count_once(_window_sums(ahead))
+        self._ranks.phase, self._exchanged = "step", windows
+        sums = itertools.chain.from_iterable(self._ranks.count_once(_window_sums(window.group)) for window in windows)
+        return is_short, *sums
 
     def annotate(self, ranges: ProfilerRanges | None) -> None:
         """Read data inside of `ranges("data")`; None removes the ranges."""
@@ -233,13 +281,17 @@ class Feed:
     def set_totals(self, totals: Sequence[float]) -> None:
         """Take the results of `read_ahead`, summed over all ranks."""
         if totals:
-            self._totals_ahead, self._are_totals_stale = () if self._are_totals_stale else totals, False
+            self._shares = totals[0] == self._ranks.world_size
+            for number, window in enumerate(self._exchanged):
+                window.totals = totals[1 + number * _SUMS : 1 + (number + 1) * _SUMS]
+            self._exchanged = ()
 
     def shrink(self, size: int) -> None:
         """Split batches into parts of at most `size` rows from here on; called in a step, on all ranks alike."""
-        self.microbatch_size = size
-        if isinstance(self._ahead, list):  # the other ranks know of it, or are about to
-            self._ahead, self._are_totals_stale = self._in_parts(self._ahead), True
+        self.microbatch_size, self._exchanged = size, ()
+        for window in self._ahead:  # the other ranks know of it, or are about to
+            if isinstance(window.group, list):
+                window.group, window.totals = self._in_parts(window.group), ()
 
     def split_again(self, window: Window) -> Window:
         """Return a window of the same samples in the micro-batches that are now in force; called on all ranks."""
@@ -427,6 +479,12 @@ def _splitter(loader: Loader, collate: Any) -> Callable[[Any, int], list[Any]]:
         if callable(split):
             return cast("Callable[[Any, int], list[Any]]", split)
     return split_batch
+
+
+def _is_small(group: list[Weighed] | Exception) -> bool:
+    """Return whether the tensors of a window are known and take little memory."""
+    sizes = [tensor.nbytes for batch, *_ in group for tensor in tensors_in(batch)] if isinstance(group, list) else []
+    return 0 < sum(sizes) <= _SMALL_WINDOW
 
 
 def _lasting(value: Any) -> Any:

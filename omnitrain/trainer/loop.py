@@ -71,6 +71,8 @@ class Loop:
         """Whether there was a spike, and the run is about to be restored from before it."""
         # Whether the ranks exchange the requests of a step before it, while the step runs.
         self._exchanges_early = False
+        # Whether they exchange them in the next step, though they know its window: something may have been requested.
+        self._must_exchange = False
         # Waits for the exchange begun before this step.
         self._exchange: Callable[[], tuple[Control, list[float]]] | None = None
 
@@ -212,6 +214,7 @@ class Loop:
 
     def begin_epoch(self) -> None:
         """Begin an epoch, or the rest of one."""
+        self._must_exchange = True
         self.lifecycle.begin_epoch()
         self.lifecycle.is_epoch_complete = True
         for begin in find_overrides(self.trainer.algorithms, "begin_epoch"):
@@ -339,6 +342,7 @@ class Loop:
 
     def _act_on(self, asked: Control) -> None:
         lifecycle = self.lifecycle
+        self._must_exchange |= asked.log or asked.evaluate or asked.save
         if asked.log:
             self.log()
         if asked.evaluate and lifecycle.evaluated_step != lifecycle.progress.step:
@@ -370,10 +374,14 @@ class Loop:
     def _start_exchange(self) -> None:
         """Start the exchange that ends a step before the step, as its content is known already.
 
-        It then runs during the step. Later requests are sent with the next step, except intervals and limits, which
-        need no exchange.
+        It then runs during the step. Later requests are sent with the next one, except intervals and limits, which
+        need no exchange. Short steps share one: each of them would wait for it longer than it computes.
         """
-        asked, ahead = self.lifecycle.control.pop(*_REQUESTS), self.feed.read_ahead()
+        if self.feed.is_ahead and not self._must_exchange:
+            self._exchange = lambda: (Control(), [])
+            return
+        self._must_exchange = False
+        asked, ahead = self.lifecycle.control.pop(*_REQUESTS), self.feed.read_ahead(may_share=True)
         self._exchange = self.ranks.start_sync_requests("the end of a step", asked, *ahead)
 
     def _agree_after_step(self) -> Control:

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import gc
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch import nn
 from watchers import TRACES, outcome, run
 
 from omnitrain import AccelerateTrainer, Callback, ConfigError, Distributions, Periodic, Preview
+from omnitrain.trainer import feed
 from omnitrain.trainer.out_of_memory import shortage_of
 
 STEPS = 12
@@ -124,16 +126,20 @@ def recorded(model: torch.nn.Module) -> Iterator[list[str]]:
         yield events
 
 
-def exchange(callback: bool | None, log_steps: Any = STEPS) -> str:
+def exchange(callback: bool | None, log_steps: Any = STEPS, short_step: float = 0.0) -> str:
     """Return the events of a run in their order; a callback may or may not request something in a step."""
     trainer = train_steps(log_steps=log_steps, callbacks=[] if callback is None else [Watches(callback)])
-    with recorded(trainer.get_model()) as events:
+    with recorded(trainer.get_model()) as events, mock.patch.object(feed, "_SHORT_STEP", short_step):
         trainer.train()
     return "".join(events)
 
 
 def exchange_all(backend: str) -> dict[str, Any]:
-    kinds = {"plain": exchange(None), "quiet": exchange(False), "asking": exchange(True), "timed": exchange(None, "1h")}
+    kinds = {
+        "plain": exchange(None), "quiet": exchange(False), "asking": exchange(True, short_step=math.inf),
+        "timed": exchange(None, "1h", math.inf), "short": exchange(None, short_step=math.inf),
+        "logged": exchange(False, 4, math.inf),
+    }  # fmt: skip
     trainer = train_steps(StopsInStep)
     metrics = trainer.train()
     return {**kinds, "stop": [trainer.progress.step, metrics["stop_reason"]]}
@@ -302,6 +308,13 @@ def test_exchange_overlaps_with_steps_without_requests(results: Any, kind: str, 
     """Each letter is one of the exchange and the passes of a step."""
     for rank in results["exchanges"]:
         assert order * (STEPS - 3) in rank[kind]
+
+
+def test_short_steps_share_an_exchange(results: Any) -> None:
+    """The second one is for eight windows; after a log, in which callbacks may make requests, there is another."""
+    for rank in results["exchanges"]:
+        assert "sfbr" * 2 + "fb" * 7 + "sfbr" + "fb" * 2 in rank["short"]
+        assert "sfbr" * 2 + "fb" * 2 + "s" in rank["logged"] and "sfbr" + "fb" * 3 + "s" in rank["logged"]
 
 
 def test_custom_trainer_may_stop_in_the_middle_of_a_step(results: Any) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from omnitrain import Callback
 from omnitrain.checkpoint.store import Store
 from omnitrain.core.files import FileSystem
 from omnitrain.distributed import watchdog
+from omnitrain.trainer import feed
 
 
 def make(wrapping: str = "ddp", model: nn.Module | None = None, train: Any = None, **options: Any) -> Any:
@@ -78,9 +80,11 @@ def classes(has_error: bool) -> TensorDataset:
 
 
 def train_and_fail(
-    where: str, rank: int = 1, wrapping: str = "ddp", lives_on: bool = False, saves: bool = False, **options: Any
-) -> None:
+    where: str, rank: int = 1, wrapping: str = "ddp", lives_on: bool = False, saves: bool = False,
+    short_step: float = 0.0, **options: Any,
+) -> None:  # fmt: skip
     """Train with a fault on one process, which may catch its error and live on."""
+    feed._SHORT_STEP = short_step
     numbers, is_bad = itertools.count(), current_rank() == rank
     kind, _, detail = where.partition(":")
 
@@ -130,11 +134,12 @@ def fail(where: str, name: str = "", hosted: bool = False, **options: Any) -> Ca
     return Case(name or where, "test_faults:train_and_fail", {"where": where, **options}, hosted)
 
 
-AHEAD = "item of the step after a save"
+AHEAD, FAR_AHEAD = "item of the step after a save", "item of a step that shares its exchange"
 FAILING = by_name([
     fail("loss"),
     fail("item:45", "item of a worker process", num_workers=2),
     fail("item:21", AHEAD, saves=True),
+    fail("item:61", FAR_AHEAD, saves=True, short_step=math.inf),
     fail("callback:save_end", saves=True),
     fail("metric", rank=0),
     fail("predict:13"),
@@ -287,6 +292,36 @@ def ask(backend: str) -> dict[str, Any]:
     return {"events": asks.events, "reason": metrics["stop_reason"], "step": trainer.progress.step}
 
 
+class AsksBetweenSteps(Callback):
+    """Makes requests on the second process when a step is over, and none in a step."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def ask(self, event: str, trainer: Any) -> None:
+        self.events.append(f"{event} {trainer.progress.step}")
+        requests = {"log 3": "request_save", "save_end 4": "request_evaluate", "log 9": "stop"}
+        if trainer.rank == 1 and self.events[-1] in requests:
+            getattr(trainer, requests[self.events[-1]])()
+
+
+for _event in ("eval_end", "save_end", "epoch_end", "log"):
+    setattr(AsksBetweenSteps, f"on_{_event}", lambda self, trainer, *_, event=_event: self.ask(event, trainer))
+
+
+def ask_between_steps(backend: str) -> dict[str, list[str]]:
+    """Return the events of a run in which each step has an exchange, and of one in which short steps share it."""
+    runs = {}
+    for name, short_step in {"single": 0.0, "shared": math.inf}.items():
+        asks, folder = AsksBetweenSteps(), case_folder() / f"ask-between-{name}"
+        evaluated = {"eval_dataset": rows(16, torch.float32), "eval_steps": 1000, "keep_best": 0}
+        trainer: Any = make(backend, callbacks=[asks], save_dir=folder, save_steps=1000, log_steps=3, **evaluated)
+        with mock.patch.object(feed, "_SHORT_STEP", short_step):
+            trainer.train()
+        runs[name] = asks.events
+    return runs
+
+
 def stop_at_any_moment(backend: str) -> dict[str, Any]:
     """Stop six runs from another thread of one process, after a random batch of steps, evaluations and epochs."""
     generator, ends, numbers = random.Random(current_rank()), [], itertools.count()
@@ -349,6 +384,7 @@ def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome
 def results(folder: Path) -> Found[list[dict[str, Any]]]:
     jobs = Jobs()
     jobs.add("stop", "ddp", stop_at_any_moment)
+    jobs.add("ask between steps", "ddp", ask_between_steps)
     for backend in ("ddp", "fsdp"):
         jobs.add(f"survive {backend}", backend, survive)
         jobs.add(f"ask {backend}", backend, ask)
@@ -370,7 +406,7 @@ def test_waits_of_a_failed_process_add_up_to_seconds() -> None:
     assert sum(waits) + 3 * watchdog.POLL_INTERVAL.total_seconds() < 15
 
 
-@pytest.mark.parametrize("name", thinned(FAILING, list(FAILING)[:9]))
+@pytest.mark.parametrize("name", thinned(FAILING, list(FAILING)[:10]))
 def test_error_on_one_rank_ends_all_with_its_reason(
     name: str, outcomes: dict[str, list[Outcome]], folder: Path
 ) -> None:
@@ -391,9 +427,10 @@ def test_error_on_one_rank_ends_all_with_its_reason(
         call = "predict()" if where.startswith("predict") else "train()"
         assert f"DistributedError: Rank {rank} failed in {call}, and so the run ends on all 2" in other.output
         assert f"--- rank {rank}\nTraceback (most recent call last)" in other.output and text in other.output
-    if name == AHEAD:  # reading ahead costs nothing of the step before
+    saved = {AHEAD: ["checkpoint-2"], FAR_AHEAD: ["checkpoint-2", "checkpoint-4", "checkpoint-6"]}
+    if name in saved:  # reading ahead costs nothing of the steps before
         checkpoints = Store(folder / "cases" / name / "run").checkpoints()
-        assert [path.name for path in checkpoints] == ["checkpoint-2"]
+        assert sorted(path.name for path in checkpoints) == saved[name]
 
 
 @pytest.mark.parametrize("name", LABELS)
@@ -442,6 +479,13 @@ def test_requests_of_one_rank_act_on_all(backend: str, results: Any) -> None:
         *("eval_end 13", "save_end 13"),  # requested in the log of step 12
         *("epoch_end 15", "save_end 15"),
     ]
+
+
+def test_requests_between_short_steps_act_in_the_next_one(results: Any) -> None:
+    runs = result_of(results, "ask between steps")
+    assert runs["single"] == runs["shared"]
+    events = [event for event in runs["shared"] if event.startswith(("save_end", "eval_end"))]
+    assert events == ["save_end 4", "eval_end 5", "save_end 10"]
 
 
 def test_stop_from_a_thread_of_one_rank_ends_all_at_one_step(results: Any) -> None:

@@ -1,8 +1,10 @@
 """Steps of 7 samples on one, two and three ranks with micro-batches of 2: the same numbers, also over resumes."""
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from recipes import Tagger, Trace, fit, rows, t16
 
 from omnitrain import Throughput
 from omnitrain.data.grouping import GroupByLength
+from omnitrain.trainer import feed
 
 SPREAD = [
     ("ddp", 3),
@@ -87,6 +90,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fewer samples than ranks": {"size": 15},
     "a step of one sample each": {"step": 3, "batch_size": 1},
     "masked tokens": {"data": "masked"},
+    "shared exchanges": {"data": "masked", "short_step": math.inf},
     "a mean over all tokens": {"data": "masked", "grad_reduction": "per-token-mean"},
     "a sum": {"grad_reduction": "sum", "learning_rate": 0.005, "size": 15, "eval_size": 11, "eval_batch_size": 2},
     "micro-batches that fit": {"microbatch_size": "auto"},
@@ -108,6 +112,7 @@ def vary(backend: str, names: list[str]) -> dict[str, Any]:
 def train_with(backend: str, what: str) -> dict[str, Any]:
     options = {"epochs": 2, "batch_size": 2, "step": 7, "learning_rate": 0.05, **OPTIONS[what]}
     kind, step, size = options.pop("data", "rows"), options.pop("step"), options.pop("size", 25)
+    short_step = options.pop("short_step", 0.0)
     options["global_batch_size"] = step
     if backend == "native":
         options |= {"batch_size": step, "microbatch_size": None}
@@ -128,9 +133,9 @@ def train_with(backend: str, what: str) -> dict[str, Any]:
     if eval_size := options.pop("eval_size", 0):
         options["eval_dataset"] = rows(eval_size)
     trace, throughput = Trace(), Throughput()
-    trainer = fit(make_trainer(
-        backend, model, train_dataset=data[kind](), callbacks=[trace, throughput], **options
-    ))  # fmt: skip
+    trainer = make_trainer(backend, model, train_dataset=data[kind](), callbacks=[trace, throughput], **options)
+    with mock.patch.object(feed, "_SHORT_STEP", short_step):
+        fit(trainer)
     return {
         "losses": [row["loss"] for row in trace.logs],
         "eval_losses": [row["eval_loss"] for row in trainer.metrics.to_dict()["valid"]],
@@ -148,7 +153,9 @@ def varied(folder: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]
     return results(play([case], folder / "varied"), "varied")
 
 
-@pytest.mark.parametrize("what", thinned(OPTIONS, ["fewer samples than ranks", "packed sentences", "a sum"]))
+@pytest.mark.parametrize(
+    "what", thinned(OPTIONS, ["shared exchanges", "fewer samples than ranks", "packed sentences", "a sum"])
+)
 def test_options_mean_the_same_in_uneven_steps(varied: list[dict[str, Any]], what: str) -> None:
     single = train_with("native", what)
     for rank, results in enumerate(varied):
