@@ -1,6 +1,6 @@
 """What AccelerateTrainer costs above loops written by hand, on two processes: DDP alone, and accelerate's own way.
 
-    python benchmarks/distributed.py [--quick] [--json FILE]
+    python benchmarks/distributed.py [--quick] [--only NAME ...] [--rounds N] [--json FILE]
 
 The script starts itself twice under torchrun. All variants train the same model on the same samples in the same number
 of steps, in turns within each round; how to read the figures is in README.md beside this file.
@@ -173,16 +173,18 @@ def measure(name: str, work: Work, rounds: int) -> list[Row]:
     return summarize(name, interleaved(variants, rounds), "us/step", 1e6 / work.steps)
 
 
-def cases(quick: bool) -> dict[str, tuple[Work, int]]:
-    """Return what is measured, and in how many rounds."""
+CASES = ("tiny MLP", "small transformer")
+
+
+def cases(quick: bool) -> dict[str, Work]:
+    """Return what is measured."""
     generator = torch.Generator().manual_seed(SEED)
     x, labels = points(2000)
     words, kinds = torch.randint(0, 1000, (1600, 64), generator=generator), torch.randint(0, 2, (1600,))
-    rounds = 1 if quick else 9
     tiny = Work(WithLoss(mlp(), cross_entropy), TensorDataset(x, labels), 4, 20 if quick else 600, 50)
     body = Encoder(1 if quick else 4)
     small = Work(WithLoss(body, cross_entropy), TensorDataset(words, kinds), 16, 3 if quick else 40, 20)
-    return {"tiny MLP": (tiny, rounds), "small transformer": (small, rounds)}
+    return dict(zip(CASES, (tiny, small), strict=True))
 
 
 def work_as_rank(options: argparse.Namespace) -> None:
@@ -191,8 +193,9 @@ def work_as_rank(options: argparse.Namespace) -> None:
     torch.manual_seed(SEED)
     Accelerator(cpu=True)  # forms the group of processes that all variants use
     rows: list[Row] = []
-    for name, (work, rounds) in cases(options.quick).items():
-        rows += measure(name, work, rounds)
+    for name, work in cases(options.quick).items():
+        if name in options.only:
+            rows += measure(name, work, 1 if options.quick else options.rounds)
     if dist.get_rank() == 0:
         about = {**machine(), "processes": PROCESSES, "quick": options.quick}
         print(", ".join(f"{key} {value}" for key, value in about.items()), "\n", sep="\n")
@@ -207,6 +210,8 @@ def main() -> None:
     """Start the processes, or be one of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; the figures mean little")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, metavar="NAME", help=", ".join(CASES))
+    parser.add_argument("--rounds", type=int, default=9, help="how many; default 9")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument(WORKER, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

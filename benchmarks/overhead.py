@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _timing import Row, Sample, interleaved, machine, show, summarize, timed, write_json
+from _timing import Row, Sample, clock, interleaved, machine, show, summarize, timed, use_cpu_time, write_json
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.lr_scheduler import LambdaLR
@@ -140,7 +140,7 @@ class Training:
 
         def factor(step: int) -> float:
             if step % self.stretch == 0 and step:
-                self.stamps.append(time.perf_counter())
+                self.stamps.append(clock())
             return 1.0 - 0.9 * step / steps
 
         return LambdaLR(optimizer, factor)
@@ -152,7 +152,7 @@ class Training:
 
         def note(*_: Any) -> None:
             if next(steps) % self.stretch == 0:
-                self.stamps.append(time.perf_counter())
+                self.stamps.append(clock())
 
         optimizer.register_step_post_hook(note)
         return optimizer
@@ -753,10 +753,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; the figures mean little")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=", ".join(CASES))
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU time: on a machine that others use too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    about = {**machine(), "quick": options.quick}
+    if options.cpu_time:
+        use_cpu_time()
+    about = {**machine(), "quick": options.quick, "clock": "CPU" if options.cpu_time else "wall"}
     rows: list[Row] = []
     for name in options.only:
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
