@@ -70,6 +70,11 @@ class Outcome:
         ours = [line for line in errors if line.startswith("omnitrain.")]
         return escape_unprintable((ours or errors or lines or ["no output"])[-1])[:300]
 
+    def reason(self) -> str:
+        """Return, as the next line, the error of omnitrain that ended it, or else the last lines of the output."""
+        error = self.last_error()
+        return f"\n{error if error.startswith('omnitrain.') else self.last_lines()}"
+
 
 @dataclass(frozen=True, slots=True)
 class Script:
@@ -173,7 +178,7 @@ class Script:
             outcome = self.run(Path(folder), make_overrides(file), timeout=timeout)
             if not file.is_file():
                 end = f"ran longer than {timeout:g} s" if outcome.timed_out else f"ended with exit code {outcome.code}"
-                raise ConfigError(f"{self.path} {end}, {goal}\n{outcome.last_lines()}")
+                raise ConfigError(f"{self.path} {end}, {goal}{outcome.reason()}")
             return json.loads(file.read_text())
 
     def call_trainer(self, function: str, timeout: float = 600.0, **arguments: Any) -> Any:

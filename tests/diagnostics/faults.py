@@ -85,6 +85,16 @@ def load_spoilt() -> list[Any]:
     return samples
 
 
+def load_nudged() -> list[Any]:
+    samples = load_part("train")
+    samples[7]["pixels"] = samples[7]["pixels"] + 1e-3
+    return samples
+
+
+def load_relabelled() -> list[Any]:
+    return [{**sample, "labels": 3} for sample in load_part("train")]
+
+
 def load_part(part: str) -> list[Any]:
     from examples.native_digits import load_part
 
@@ -98,11 +108,3 @@ def make_normalized_reader() -> nn.Module:
     reader = DigitReader()
     reader.edges = nn.Sequential(reader.edges, nn.BatchNorm2d(16))  # type: ignore[assignment]
     return reader
-
-
-def check(trainer: Any) -> None:
-    """Print what `check()` finds, and end the script."""
-    result = trainer.check()
-    if trainer.is_main_process:
-        print(result)
-    raise SystemExit(not result.ok)

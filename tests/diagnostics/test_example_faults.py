@@ -24,6 +24,7 @@ SHORT: dict[str, dict[str, str]] = {
     "native_digits.yaml": {"epochs: 20": "epochs: 2"},
 }
 """What makes each example short, and gives it the module of the faults."""
+CHECK = "omnitrain check"
 DRILL = "omnitrain drill --kills 1 --signals kill"
 PARITY = "omnitrain parity --steps 3 --on ddp,split"
 SPOILT = 7
@@ -52,7 +53,6 @@ class Row(NamedTuple):
 
 LOG = 'log_steps="1ep",'
 GUARD = f"{LOG} algorithms=[faults.SpikeGuard(window=20)], save_dir='run',"
-CHECK = {'best = trainer.train()["best_valid"]': "faults.check(trainer)"}
 NEW_WEIGHTS = r"since step \d+: it has other weights \(same batch, loss, learning rate, random state\)"
 SPIKE = r"A spike: the (loss|gradient norm) of step \d+ \(epoch \d\) is \S+, above .* and leaves out its \d+ samples: "
 
@@ -63,9 +63,9 @@ IMAGES = [
         [r"since step \d+: it has another batch", "suspect: data_collator Noise: its 'generator'"]),
     Row("images.py", "BatchNorm", {}, PARITY,
         [r"on the split of a step: BatchNorm2d '0\.1', '1\.1' and others \(3 in all\) see the batch"], 0),
-    Row("images.py", "BatchNorm", CHECK, "python", [r"note: mixing, BatchNorm2d '0\.1': in training"], 0),
-    Row("images.py", "leak", {**CHECK, "images[1200:1500], labels[1200:1500]": "images[1100:1500], labels[1100:1500]"},
-        "python", ["warning: overlap, the evaluation set: 100 of 400"]),
+    Row("images.py", "BatchNorm", {}, CHECK, [r"note: mixing, BatchNorm2d '0\.1': in training"], 0),
+    Row("images.py", "leak", {"images[1200:1500], labels[1200:1500]": "images[1100:1500], labels[1100:1500]"},
+        CHECK, ["warning: overlap, the evaluation set: 100 of 400"]),
     Row("images.py", "spike", {LOG: GUARD, "Augmented(images[:1200]": "Augmented(faults.spoil(images[:1200])"},
         "python", [SPIKE], 0),
 ]  # fmt: skip
@@ -80,15 +80,15 @@ CAUSAL_LM = [
     Row("causal_lm.py", "generator of a collator", {PACK: "faults.Noise(DataCollatorWithFlattening()),"}, DRILL,
         [r"since step \d+: it has another batch", "suspect: data_collator Noise: its 'generator'"]),
     Row("causal_lm.py", "BatchNorm", NORM, PARITY, [r"of a step: ChannelNorm 'model\.norm' sees the batch"], 0),
-    Row("causal_lm.py", "BatchNorm", {**NORM, **CHECK}, "python", [r"note: mixing, ChannelNorm 'model\.norm'"], 0),
-    Row("causal_lm.py", "padding that is attended to", {PACK: "faults.pad_left,", **CHECK}, "python",
+    Row("causal_lm.py", "BatchNorm", NORM, CHECK, [r"note: mixing, ChannelNorm 'model\.norm'"], 0),
+    Row("causal_lm.py", "padding that is attended to", {PACK: "faults.pad_left,"}, CHECK,
         [r"warning: padding, sample \d+ of the training set: its outputs change by [\d.]+% of their distance"]),
     Row("causal_lm.py", "padding that is attended to", {PACK: "faults.pad_left,"}, PARITY,
         ["padding changes the loss"], 0),
-    Row("causal_lm.py", "padding with labels", {PACK: "faults.pad_right,", **CHECK}, "python",
+    Row("causal_lm.py", "padding with labels", {PACK: "faults.pad_right,"}, CHECK,
         [r"warning: padding, sample \d+ of the training set: its loss changes from"]),
     Row("causal_lm.py", "padding with labels", {PACK: "faults.pad_right,"}, PARITY, ["padding changes the loss"], 0),
-    Row("causal_lm.py", "leak", {CREATE: f"    valid += train[:50]\n{CREATE}", **CHECK}, "python",
+    Row("causal_lm.py", "leak", {CREATE: f"    valid += train[:50]\n{CREATE}"}, CHECK,
         ["warning: overlap, the evaluation set: 49 of 149 different samples"]),
     Row("causal_lm.py", "spike",
         {LOG: GUARD, VALID: f"    train[{SPOILT}]['input_ids'] = train[{SPOILT}]['input_ids'][::-1] * 20\n{VALID}"},
@@ -107,9 +107,9 @@ YAML = [
         {STEPS: f"{STEPS}\n  data_collator: {{class_path: faults.Noise}}"}, DRILL,
         [r"since step \d+: it has another batch", "suspect: data_collator Noise: its 'generator'"]),
     Row("native_digits.yaml", "BatchNorm", READER, PARITY, [r"BatchNorm2d 'edges\.1' sees the batch"], 0),
-    Row("native_digits.yaml", "BatchNorm", READER, "omnitrain train --check",
+    Row("native_digits.yaml", "BatchNorm", READER, CHECK,
         [r"note: mixing, BatchNorm2d 'edges\.1'"], 0),
-    Row("native_digits.yaml", "leak", {TRAIN: "class_path: faults.load_leaking"}, "omnitrain train --check",
+    Row("native_digits.yaml", "leak", {TRAIN: "class_path: faults.load_leaking"}, CHECK,
         ["warning: overlap, the evaluation set: 20 of 300 different samples"]),
     Row("native_digits.yaml", "spike", {TRAIN: "class_path: faults.load_spoilt",
         STEPS: f"{STEPS}\n  algorithms: [{{class_path: SpikeGuard, init_args: {{window: 20}}}}]"},
@@ -118,6 +118,39 @@ YAML = [
 
 ROWS = [*IMAGES, *CAUSAL_LM, *YAML]
 
+TRACE = {
+    "images.py": {LOG: f"{LOG} callbacks=[faults.Trace()], save_dir='run',"},
+    "causal_lm.py": {LOG: f"{LOG} callbacks=[faults.Trace()], save_dir='run',"},
+    "native_digits.yaml": {STEPS: f"{STEPS}\n  callbacks: [{{class_path: Trace}}]", "runs/native_digits": "run"},
+}
+"""How a script gets a trace, and a folder."""
+SEED = "    torch.manual_seed(0)"
+NUDGED: dict[str, dict[str, dict[str, str]]] = {
+    "images.py": {
+        "seed": {"epochs=epochs,": "epochs=epochs, seed=1,"}, "rate": {"rate=1e-2": "rate=1.1e-2"},
+        "sample": {SEED: f"    images[{SPOILT}] += 1e-3\n{SEED}"}, "labels": {SEED: f"    labels[:] = 3\n{SEED}"},
+        "source": {"nn.ReLU()": "nn.GELU()"},
+    },
+    "causal_lm.py": {
+        "seed": {"epochs=epochs,": "epochs=epochs, seed=1,"}, "rate": {"rate=5e-3": "rate=5.1e-3"},
+        "sample": {SEED: f"    train[{SPOILT}]['input_ids'][3] = 5\n{SEED}"},
+        "labels": {SEED: f"    train = [{{'input_ids': sample['input_ids'][::-1]}} for sample in train]\n{SEED}"},
+        "source": {PACK: "lambda samples: DataCollatorWithFlattening()(samples),"},
+    },
+    "native_digits.yaml": {
+        "seed": {"epochs: 2": "epochs: 2\n  seed: 1"}, "rate": {"learning_rate: 3e-3": "learning_rate: 3.1e-3"},
+        "sample": {TRAIN: "class_path: faults.load_nudged"}, "labels": {TRAIN: "class_path: faults.load_relabelled"},
+        "source": {MODEL: "class_path: faults.make_normalized_reader"},
+    },
+}  # fmt: skip
+"""How each script gets another seed, rate, sample, labels and code."""
+PARTED = {
+    "seed": "they part at once step 1: other samples",
+    "sample": r"step \d+: same samples, other batch \(and loss",
+    "rate": "step 1: same samples, same batch, .*, same loss, same gradients, other update",
+}
+CHANGED = {"labels": "changed data train_dataset: sample", "source": r"changed code (model|data_collator)"}
+
 
 def plant(row: Row, folder: Path) -> str:
     """Copy an example with its changes into a folder, and return its name there."""
@@ -125,6 +158,7 @@ def plant(row: Row, folder: Path) -> str:
     for old, new in {**SHORT[row.script], **row.edits}.items():
         assert text.count(old) == 1, f"{row.script} has {old!r} {text.count(old)} times"
         text = text.replace(old, new)
+    folder.mkdir(exist_ok=True)
     path = folder / Path(row.script).name
     path.write_text(text, encoding="utf-8")
     shutil.copy(FOLDER / "faults.py", folder)
@@ -159,3 +193,30 @@ def test_fault_in_example_is_reported(row: Row, tmp_path: Path) -> None:
         assert spikes and all(SPOILT in spike["samples"] for spike in spikes)
         newest = max(tmp_path.rglob("omnitrain.json"), key=lambda path: path.stat().st_mtime)
         assert f'"left_out_samples": {sum(len(spike["samples"]) for spike in spikes)}' in newest.read_text()
+
+
+@pytest.mark.parametrize("script", TRACE)
+def test_runs_of_example_are_proved(script: str, tmp_path: Path) -> None:
+    """Equal if nothing has changed, and what parts first otherwise; a step is repeated; the plan is kept to."""
+    program = "omnitrain train" if script.endswith(".yaml") else "python"
+    for name, edits in {"a": {}, "b": {}, **NUDGED[script]}.items():
+        folder = tmp_path / name
+        plant(Row(script, name, {**TRACE[script], **edits}, program, []), folder)
+        if name not in CHANGED:
+            run(program, script, folder)
+    steps = len((tmp_path / "a/run/trace.jsonl").read_text().splitlines())
+    assert f"equal to step {steps}" in run("omnitrain diff a/run", "b/run", tmp_path)
+    for name, text in PARTED.items():
+        assert re.search(text, run("omnitrain diff a/run", f"{name}/run", tmp_path, 1)), name
+    replayed = run(f"omnitrain replay run --step {steps - 5}", script, tmp_path / "a")
+    assert "to the bit: samples, batch, weights, random, loss, gradients, update" in replayed
+    assert re.search("Nothing .*has changed", run("omnitrain verify run --data", script, tmp_path / "a"))
+    for name, text in CHANGED.items():
+        assert re.search(text, run("omnitrain verify ../a/run --data", script, tmp_path / name, 1)), name
+    plan = json.loads(run("omnitrain plan --json", script, tmp_path / "a"))
+    events = (tmp_path / "a/run/metrics.jsonl").read_text()
+    checkpoints = [path for path in (tmp_path / "a/run").glob("checkpoint-*") if not path.is_symlink()]
+    sizes = [sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) for path in checkpoints]
+    assert plan["length"]["steps"] == steps and plan["counts"]["evaluations"] == events.count('"kind": "eval"')
+    assert len(sizes) <= plan["disk"]["kept"] and sum(sizes) <= plan["disk"]["total"]
+    assert plan["disk"]["checkpoint"] == pytest.approx(max(sizes), rel=0.3)

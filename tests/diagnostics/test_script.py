@@ -21,7 +21,7 @@ from omnitrain import Callback, ConfigError, JsonlLogger, Trainer
 from omnitrain.config import overrides
 from omnitrain.diagnostics import script as script_module
 from omnitrain.diagnostics.drill import drill
-from omnitrain.diagnostics.script import Script
+from omnitrain.diagnostics.script import Outcome, Script
 
 
 class Noted(Callback):
@@ -242,3 +242,13 @@ def test_script_on_two_processes_is_drilled(tmp_path: Path) -> None:
 def test_script_rejects_what_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="There is no script"):
         Script(str(tmp_path)).check()
+
+
+def test_script_failure_is_one_line_if_it_is_ours(tmp_path: Path) -> None:
+    """An error of omnitrain says all; one of the script's own needs its traceback."""
+    path = tmp_path / "output.log"
+    trace = 'Traceback (most recent call last):\n  File "train.py", line 3\n'
+    path.write_text(f"{trace}omnitrain.core.errors.ConfigError: `epochs` must be positive.\n")
+    assert Outcome(1, 1.0, path).reason() == "\nomnitrain.core.errors.ConfigError: `epochs` must be positive."
+    path.write_text(f"{trace}KeyError: 'x'\n")
+    assert Outcome(1, 1.0, path).reason() == f"\n{trace}KeyError: 'x'"
