@@ -68,8 +68,8 @@ GROUPS = [
         ["test_memory_gpu", "test_checkpoints_gpu", "test_hf_gpu", "test_diagnostics_gpu"],
         120,
     ),
-    Group("sharding", ["test_sharding_gpu"], 100),
-    Group("compiled models", ["test_compile_gpu"], 80),
+    Group("compiled models", ["test_compile_gpu"], 60),
+    Group("sharding", ["test_sharding_gpu"], 120),
 ]
 """The most important first. Files that are not named here come last."""
 BEFORE_THROUGHPUT = 2
