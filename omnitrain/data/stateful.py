@@ -43,17 +43,19 @@ class _ModuleState:
 
 def data_parts(settings: Settings) -> dict[str, Any]:
     """Return the collator and the map-style datasets that have a state, by argument."""
-    datasets = _datasets("train_dataset", settings.train_dataset) if settings.train_loader is None else {}
+    datasets = nested_datasets("train_dataset", settings.train_dataset) if settings.train_loader is None else {}
     parts = {"data_collator": settings.data_collator, **datasets}
     return {name: part for name, part in parts.items() if has_state(part)}
 
 
-def _datasets(name: str, dataset: Any) -> dict[str, Any]:
+def nested_datasets(name: str, dataset: Any) -> dict[str, Any]:
     """Return a map-style dataset, and those inside PyTorch's wrappers, by name."""
     if isinstance(dataset, Subset):
-        return _datasets(f"{name}.dataset", dataset.dataset)
+        return nested_datasets(f"{name}.dataset", dataset.dataset)
     if isinstance(dataset, ConcatDataset):
-        entries = [_datasets(f"{name}.datasets[{number}]", member) for number, member in enumerate(dataset.datasets)]
+        entries = [
+            nested_datasets(f"{name}.datasets[{number}]", member) for number, member in enumerate(dataset.datasets)
+        ]
         return {key: part for entry in entries for key, part in entry.items()}
     is_map = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
     return {name: dataset} if is_map else {}

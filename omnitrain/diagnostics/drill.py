@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import random
@@ -36,6 +37,7 @@ _STEP_PARTS = {
 _REMEDY = "give it `state_dict()` and `load_state_dict()`"
 _REMEDIES = {
     "model": "make it a buffer (`register_buffer()`), or return it in `get_extra_state()`",
+    "TrainerCallback": "have it inherit from transformers' `ExportableState` too, and return it in `state()`",
     "compute_metrics": "keep it in a callback with `state_dict()`, as no checkpoint has the state of metrics",
 }
 """How objects keep their state in checkpoints, by the argument; others have a `state_dict()`."""
@@ -325,7 +327,7 @@ class _Driver:
                     return driver.run(kills, signals, seed)
             is_deterministic = not natural
             difference = natural.partition("\n")[0] or difference
-            suspects = [] if natural else _find_suspects(undisturbed, disturbed)
+            suspects = [] if natural else _find_suspects(undisturbed, disturbed, again)
         losses = {run: _losses(undisturbed.events("step", run, "0")) for run in undisturbed.runs()}
         return Drill(
             self._script, starts, notes, parts, difference, suspects, is_deterministic,
@@ -531,8 +533,9 @@ def _first_step(expected: Record, actual: Record) -> str:
                 break
     if not differing:
         return ""
-    _, text, rank = min(differing)
-    return text + (f", rank {rank}" if len(expected.rows) > 1 else "")
+    _, text, _ = min(differing)
+    ranks = [rank for _, other, rank in differing if other == text]
+    return text if len(ranks) == len(expected.rows) else f"{text}, on rank {', '.join(ranks)}"
 
 
 def _find_noisy_values(first: Record, second: Record) -> set[str]:
@@ -636,23 +639,30 @@ def _comparable(value: Any, ignored: Collection[str] = frozenset()) -> Any:
     return Path(value).name if isinstance(value, str) and "/" in value else value
 
 
-def _find_suspects(expected: Record, actual: Record) -> list[str]:
-    """Return the attributes of the user's objects that differ at the end: state that no checkpoint has."""
-    suspects: dict[str, None] = {}
-    for run in expected.runs():
-        left, right = expected.last_end(run, "0"), actual.last_end(run, "0")
-        if left is None or right is None:
-            continue
-        for name, attributes in left["objects"].items():
+def _find_suspects(expected: Record, actual: Record, again: Record) -> list[str]:
+    """Return the attributes of the user's objects that differ at the end: state that no checkpoint has.
+
+    Args:
+        expected: The record of an undisturbed run.
+        actual: The record of the disturbed one.
+        again: The record of a second undisturbed run; what differs in it too, such as a time, is no state.
+    """
+    suspects: dict[tuple[str, str], str] = {}
+    for run, rank in itertools.product(expected.runs(), expected.rows):
+        ends = [record.last_end(run, rank) for record in (expected, actual, again)]
+        left, right, repeated = ({} if end is None else end["objects"] for end in ends)
+        for name, attributes in left.items() if right else ():
             for attribute, value in attributes.items():
-                other = right["objects"].get(name, {}).get(attribute)
-                if value != other and " at 0x" not in value:
-                    text = f"{name}: its {attribute!r} is {value} undisturbed, {other} resumed"
-                    remedy = _REMEDIES.get(name.split()[0], _REMEDY)
-                    if name.endswith("()") and remedy is _REMEDY:
-                        remedy = "make it a class with `state_dict()` and `load_state_dict()`"
-                    suspects[f"{text}; {remedy}"] = None
-    return list(suspects)[:5]
+                other = right.get(name, {}).get(attribute)
+                if value == other or value != repeated.get(name, {}).get(attribute) or " at 0x" in value:
+                    continue
+                remedy = _REMEDIES.get(name.split()[0], _REMEDY)
+                if name.endswith("()") and remedy is _REMEDY:
+                    remedy = "make it a class with `state_dict()` and `load_state_dict()`"
+                place = name if rank == "0" else f"{name} of rank {rank}"
+                text = f"{place}: its {attribute!r} is {value} undisturbed, {other} resumed; {remedy}"
+                suspects.setdefault((name, attribute), text)
+    return list(suspects.values())[:5]
 
 
 # --- curves

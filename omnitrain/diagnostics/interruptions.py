@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import itertools
 import json
 import math
 import os
-import random
 import signal
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypedDict
 
+import numpy as np
 import torch
 
 from omnitrain.checkpoint.fingerprints import content_digest
 from omnitrain.compute.random_state import snapshot_rng
 from omnitrain.config import overrides
 from omnitrain.core.events import Callback
+from omnitrain.data.stateful import nested_datasets
+from omnitrain.diagnostics.rehearsal import generator_state
 
 PHASES = ("data", "step", "evaluation", "save")
 SIGNALS = ("kill", "term", "stop", "disk")
@@ -131,7 +136,11 @@ class Observer(Callback):
         tensors = {f"{file}/{name}": digest(value) for file, part in files.items() for name, value in part.items()}
         values = {name: json.dumps(value, sort_keys=True, default=repr) for name, value in rest.items()}
         history = json.loads(json.dumps(dict(trainer.metrics), default=repr))
-        objects = {name: value for name, value in _objects(trainer) if value}
+        folder = str(self._folder)  # which differs between runs
+        objects = {
+            name: {attribute: text.replace(folder, "") for attribute, text in attributes.items()}
+            for name, attributes in _objects(trainer) if attributes
+        }  # fmt: skip
         self._write(
             trainer, "end", reason=trainer.stop_reason, tensors=tensors, values=values, history=history, objects=objects
         )
@@ -238,39 +247,62 @@ def _groups(trainer: Any) -> list[dict[str, Any]]:
 def _objects(trainer: Any) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the user's objects with the values of their attributes, to find what a checkpoint has forgotten."""
     settings = trainer.settings
-    names = ("data_collator", "train_dataset", "train_loader", "unit", "loss_fn", "compute_metrics")
+    names = ("data_collator", "train_loader", "unit", "loss_fn", "compute_metrics")
     objects = [(name, getattr(settings, name)) for name in names]
+    objects += (nested_datasets("train_dataset", settings.train_dataset) or {"stream": settings.train_dataset}).items()
     objects += [("callback", part) for part in trainer.lifecycle.callbacks]
     objects += [("algorithm", part) for part in trainer.algorithms]
-    objects += [("model", trainer.model)]
+    if (engine := getattr(trainer, "engine", None)) is not None:
+        objects += [("TrainerCallback", part) for part in engine.callback_handler.callbacks]
+    objects += [("model", part) for part in trainer.model.modules()]
+    names_so_far: list[str] = []
     for role, part in objects:
-        module = getattr(part, "__module__", None) or type(part).__module__
-        if part is None or isinstance(part, Observer) or module.split(".")[0] in ("omnitrain", "torch", "transformers"):
+        part = part.__self__ if isinstance(part, MethodType) else part
+        if part is None or isinstance(part, Observer) or not _is_custom(part):
             continue
-        name = f"{part.__qualname__}()" if isinstance(part, FunctionType) else type(part).__qualname__
-        yield f"{role} {name}", dict(_plain_attributes(part))
+        name = (
+            f"{role} {part.__qualname__}()" if isinstance(part, FunctionType) else f"{role} {type(part).__qualname__}"
+        )
+        names_so_far.append(name)
+        count = names_so_far.count(name)
+        texts = ((attribute, _describe(value)) for attribute, value in _attributes(part))
+        texts = {attribute: text for attribute, text in texts if text is not None}
+        yield name if count == 1 else f"{name} ({count})", texts
 
 
-def _plain_attributes(part: Any) -> Iterator[tuple[str, str]]:
-    """Yield attributes as text: plain values, and generators of random numbers by their state."""
-    attributes: dict[str, Any] = {}
+def _is_custom(part: Any) -> bool:
+    """Whether an object, or a function, is of the user's code."""
+    module = getattr(part, "__module__", None) or type(part).__module__
+    return module.partition(".")[0] not in ("builtins", "datasets", "numpy", "omnitrain", "torch", "transformers")
+
+
+def _attributes(part: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object and of those in it; of a function the names that it uses."""
+    attributes: dict[str, Any] = dict(getattr(part, "__dict__", {}))
+    while isinstance(part, functools.partial):
+        attributes, part = attributes | part.keywords, part.func
     if isinstance(part, FunctionType):
         code = part.__code__
         attributes |= {name: part.__globals__[name] for name in code.co_names if name in part.__globals__}
         for name, cell in zip(code.co_freevars, part.__closure__ or (), strict=False):
-            attributes[name] = cell.cell_contents
-    else:
-        attributes |= getattr(part, "__dict__", {})
+            with contextlib.suppress(ValueError):  # not assigned yet
+                attributes[name] = cell.cell_contents
     for name, value in attributes.items():
-        if isinstance(value, (bool, int, float, str)):
-            yield name, repr(value)[:200]
-        elif isinstance(value, torch.Generator):
-            yield name, f"a generator {digest(value.get_state())}"
-        elif isinstance(value, random.Random):
-            yield name, f"a generator {digest(list(value.getstate()[1]))}"
-        elif hasattr(value, "bit_generator"):
-            yield name, f"a generator {digest(repr(value.bit_generator.state))}"
-        elif isinstance(value, itertools.count):
-            yield name, repr(value)
-        elif isinstance(value, (list, tuple, dict, set)) and len(value) < 1000:
-            yield name, repr(value)[:200]
+        yield name, value
+        is_nested = hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType, torch.nn.Module))
+        if depth and is_nested and _is_custom(value):
+            yield from ((f"{name}.{inner}", entry) for inner, entry in _attributes(value, depth - 1))
+
+
+def _describe(value: Any) -> str | None:
+    """Return a value as text, generators of random numbers and arrays by a digest; None for other objects."""
+    if isinstance(value, (bool, int, float, str, itertools.count)):
+        return repr(value)[:200]
+    if (state := generator_state(value)) is not None:
+        return f"a generator {digest(state)}"
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return f"an array {digest(value)}"
+    if isinstance(value, (list, tuple, dict, set, deque)) and len(value) < 1000:
+        text = repr(value)
+        return text if len(text) <= 100 else f"{text[:60]}... with {len(value)} entries {digest(text)}"
+    return None

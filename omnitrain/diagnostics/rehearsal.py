@@ -142,7 +142,7 @@ class _Attributes:
         self._generators: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         for thing in objects:
-            if state := _generator_state(thing):
+            if state := generator_state(thing):
                 self._generators.append((thing, state))
             elif isinstance(attributes := getattr(thing, "__dict__", None), dict):
                 self._values.append((attributes, dict(attributes)))
@@ -159,7 +159,7 @@ class _Attributes:
         elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
             if value.layout == torch.strided and value.numel() * value.element_size() <= _MAX_BYTES:
                 self._tensors.append((value, value.detach().clone()))
-        elif state := _generator_state(value):
+        elif state := generator_state(value):
             self._generators.append((value, state))
 
     def restore(self) -> None:
@@ -184,7 +184,7 @@ class _Attributes:
             _set_generator_state(generator, state)
 
 
-def _generator_state(value: Any) -> Any:
+def generator_state(value: Any) -> Any:
     """Return the state of a generator of random numbers; None for anything else."""
     if isinstance(value, torch.Generator):
         return (value.get_state(),)
@@ -220,7 +220,7 @@ def _reachable(roots: Iterable[Any], depth: int = 4) -> list[Any]:
                 following += cells + [thing.__globals__.get(name) for name in thing.__code__.co_names]
             elif isinstance(thing, (list, tuple)):
                 following += thing[:1000]
-            elif _generator_state(thing):
+            elif generator_state(thing):
                 objects.append(thing)
             elif isinstance(thing, nn.Module):
                 objects += thing.modules()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import runpy
@@ -12,15 +13,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from marks import thinned
 from programs import LIMIT, fork
+from torch import nn
 
 from omnitrain import ConfigError, Trainer
 from omnitrain.cli.main import main
 from omnitrain.config import overrides
 from omnitrain.diagnostics import drill as drills
+from omnitrain.diagnostics import interruptions
 from omnitrain.diagnostics.drill import Drill, Record, drill, plan_interruptions
 from omnitrain.diagnostics.script import Outcome, Script
 
@@ -117,6 +121,7 @@ def test_drill_reports_forgotten_state(fault: str, what: str, suspect: str, tmp_
         ("data_collator scale()", "; make it a class with `state_dict()`"),
         ("model Noisy", "; make it a buffer"),
         ("compute_metrics count()", "; keep it in a callback"),
+        ("TrainerCallback Halving", "; have it inherit from transformers' `ExportableState`"),
     ],
 )
 def test_drill_suggests_what_a_checkpoint_saves(name: str, remedy: str) -> None:
@@ -124,8 +129,59 @@ def test_drill_suggests_what_a_checkpoint_saves(name: str, remedy: str) -> None:
         end = {"run": "run-1", "step": 1, "event": "end", "objects": {name: {"count": count}}}
         return Record({"0": [{"run": "run-1", "step": 0, "event": "start"}, end]}, {})
 
-    (suspect,) = drills._find_suspects(record("3"), record("1"))
+    (suspect,) = drills._find_suspects(record("3"), record("1"), record("3"))
     assert suspect.startswith(f"{name}: its 'count' is 3 undisturbed, 1 resumed{remedy}")
+    assert not drills._find_suspects(record("3"), record("1"), record("2"))  # such as a time
+
+
+def test_drill_finds_a_suspect_on_another_rank() -> None:
+    def record(*counts: str) -> Record:
+        ends = [{"run": "run-1", "step": 1, "event": "end", "objects": {"callback A": {"count": n}}} for n in counts]
+        start = {"run": "run-1", "step": 0, "event": "start"}
+        return Record({str(rank): [start, end] for rank, end in enumerate(ends)}, {})
+
+    (suspect,) = drills._find_suspects(record("3", "3"), record("3", "1"), record("3", "3"))
+    assert suspect.startswith("callback A of rank 1: its 'count' is 3 undisturbed, 1 resumed")
+
+
+class Stateful(torch.utils.data.Dataset[Any]):
+    """A dataset, and a collator, with state in what it holds."""
+
+    def __init__(self) -> None:
+        self.noise = functools.partial(add_noise, generator=np.random.default_rng(0))
+        self.losses = list(range(500))
+        self.average = torch.zeros(2)
+
+    def __len__(self) -> int:
+        return 4
+
+    def collate(self, samples: Any) -> Any:
+        return self.noise(samples)
+
+
+def add_noise(values: Any, generator: np.random.Generator) -> Any:
+    return values
+
+
+@pytest.mark.parametrize(
+    ("attribute", "change"),
+    [
+        ("noise.generator", lambda part: part.noise.keywords["generator"].random()),
+        ("losses", lambda part: part.losses.append(3)),
+        ("average", lambda part: part.average.add_(1)),
+    ],
+)
+def test_observer_describes_nested_state(attribute: str, change: Any) -> None:
+    """In a method that collates, and in a dataset inside of PyTorch's wrappers."""
+    part = Stateful()
+    data = torch.utils.data.Subset(torch.utils.data.ConcatDataset([part]), [0, 1])
+    trainer = Trainer(nn.Linear(1, 1), data, data_collator=part.collate, device="cpu", progress_bar=False)
+    before = dict(interruptions._objects(trainer))
+    change(part)
+    after = dict(interruptions._objects(trainer))
+    assert before.keys() == {"data_collator Stateful", "train_dataset.dataset.datasets[0] Stateful"}
+    for name, attributes in before.items():
+        assert [key for key, text in attributes.items() if after[name][key] != text] == [attribute]
 
 
 def test_drill_reports_an_unseeded_script(tmp_path: Path) -> None:
