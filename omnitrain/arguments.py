@@ -502,7 +502,7 @@ def _check_groups(groups: Any) -> None:
             if name in group and (not _is_finite(group[name]) or group[name] < 0):
                 raise ConfigError(
                     f"{where}: {name!r} must be a finite number of at least 0, got {_repr(group[name])}. "
-                    "Parameters that do not train belong into `freeze`."
+                    "Put parameters that should not train into `freeze`."
                 )
 
 
@@ -565,7 +565,7 @@ def _check_pairs(values: Mapping[str, Any]) -> None:
             )
     if values["param_groups"] is not None and hasattr(optimizer, "param_groups"):
         raise ConfigError(
-            "`param_groups` has no effect with an `optimizer` that is made already. Make it with these groups, or pass "
+            "`param_groups` has no effect with an `optimizer` instance. Give these groups to that optimizer, or pass "
             "its class, or a callable of the parameters."
         )
     if values["scheduler_interval"] == "epoch":

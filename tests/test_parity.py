@@ -1433,7 +1433,7 @@ def test_train_inside_of_train_is_an_error(trainer_class: Any, event: str) -> No
             trainer.train()
 
     trainer = run(trainer_class, t16(), rows(8), HookCallback({event: nest}), epochs=1, train=False)
-    with pytest.raises(ConfigError, match="called inside of `train"):
+    with pytest.raises(ConfigError, match="called within `train"):
         trainer.train()
     assert trainer.train()["stop_reason"] == "epochs"
 

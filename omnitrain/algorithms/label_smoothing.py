@@ -104,5 +104,5 @@ def _check_loss(output: Any, mean: Any) -> None:
     if weights is not None and not bool(weights.all()):
         raise ConfigError(
             f"Class {int((weights == 0).nonzero()[0])} has the class weight 0, and LabelSmoothing gives a share of its "
-            "labels to other classes, which is divided by nothing. Give it a small weight, or make its labels -100."
+            "labels to other classes, whose mean would divide by 0. Give it a small weight, or make its labels -100."
         )

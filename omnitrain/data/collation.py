@@ -272,7 +272,7 @@ def _columns(samples: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
     if len({len(sample) for sample in samples}) > 1:
         raise DataError(
             f"The samples of one batch are tuples of unequal lengths: {', '.join(map(str, map(len, samples)))}. "
-            "Give every sample equally many entries, or pass `data_collator`."
+            "Give every sample the same number of entries, or pass `data_collator`."
         )
     return list(zip(*samples, strict=True))
 

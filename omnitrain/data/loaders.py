@@ -797,7 +797,7 @@ def make_loader(
     if isinstance(dataset, (str, bytes)) or is_other_dict:
         raise DataError(
             f"`{name}` must be a dataset, tensors or a DataLoader, got {type(dataset).__name__} "
-            f"{str(dataset)[:60]!r}. A dict is one if its values are tensors or arrays with equally many rows."
+            f"{str(dataset)[:60]!r}. A dict needs tensors or arrays with the same number of rows."
         )
     _reject_tables(dataset, name)
     if not is_stream(dataset):

@@ -501,7 +501,7 @@ def tensor_columns(
     if columns and all(_is_column(column) for column in columns):
         if len({len(column) for column in columns}) > 1:
             raise DataError(
-                "The tensors or arrays of a dataset must have equally many rows, got "
+                "The tensors or arrays of a dataset must have the same number of rows, got "
                 f"{[len(column) for column in columns]}."
             )
         if isinstance(dataset, dict):

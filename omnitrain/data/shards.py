@@ -231,7 +231,7 @@ class ShardedLoader(Loader):
         count, world_size, num_workers = len(stream.shards), options.world_size, options.num_workers
         if count % world_size:
             raise ConfigError(
-                f"{name[:1].upper()}{name[1:]} has {count} shards, which cannot be shared out evenly among "
+                f"{name[:1].upper()}{name[1:]} has {count} shards, which cannot be divided evenly among "
                 f"{world_size} ranks. Make a multiple of {world_size} of them, or pass the stream without "
                 "ShardedStream: then each rank reads all of it, and takes its share of the samples."
             )

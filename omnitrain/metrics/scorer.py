@@ -198,7 +198,7 @@ def make_scorer(compute_metrics: Any, scores: Scores | None = None, processing_c
     for name in known:
         if known.count(name) > 1:
             raise ConfigError(
-                f"Two metrics in `compute_metrics` are named {name!r}. Ask for it once; torchmetrics can be renamed "
+                f"Two metrics in `compute_metrics` are named {name!r}. Pass it once; torchmetrics can be renamed "
                 "with MetricCollection({'name': metric})."
             )
     text_names = [name for name in names if name in TEXT_METRICS]
@@ -263,8 +263,8 @@ def _as_float(name: str, value: Any) -> float:
         return float(value)
     kind = type(value).__name__ + (f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else "")
     raise DataError(
-        f"The metric {name!r} is no number but {kind}: {str(value)[:80]}. Expected a number under each name; "
-        "return a dict of numbers such as {'accuracy': 0.9}."
+        f"The metric {name!r} must be a number, got {kind}: {str(value)[:80]}. Return a number, "
+        "or a dict of numbers such as {'accuracy': 0.9}."
     )
 
 

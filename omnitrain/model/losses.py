@@ -61,7 +61,7 @@ class CrossEntropy(nn.Module):
         if weight_tensor is not None and label_smoothing and not bool(weight_tensor.all()):
             raise ConfigError(
                 "`weight` has a class that counts 0, and `label_smoothing` gives a share of its labels to other "
-                "classes, which is divided by nothing. Give it a small weight, or make its labels `ignore_index`."
+                "classes, whose mean would divide by 0. Give it a small weight, or make its labels `ignore_index`."
             )
         self.register_buffer("weight", weight_tensor)
         self.ignore_index = ignore_index

@@ -109,7 +109,7 @@ class StepOutput:
     def required_loss(self) -> Tensor:
         """Return the loss, or raise DataError if there is none."""
         if self.loss is None:
-            raise DataError("Training needs a loss, but the unit, or `_forward`, gave none for this batch.")
+            raise DataError("Training needs a loss, but the unit, or `_forward`, returned none for this batch.")
         return self.loss
 
 
@@ -317,7 +317,7 @@ class ModelUnit:
                 raise
             raise DataError(
                 f"The model's forward() needs {', '.join(map(repr, missing))}, and the batch has the keys "
-                f"{', '.join(map(repr, batch))}. Give the samples the names of its arguments, or make them tuples "
+                f"{', '.join(map(repr, batch))}. Name the keys of the samples like its arguments, or make them tuples "
                 "(inputs, labels), of which the inputs are passed by position."
             ) from error
 
@@ -529,7 +529,7 @@ def _check_shift(loss_fn: Any, model: Any) -> None:
     modules, bare = loss_fn.modules() if isinstance(loss_fn, nn.Module) else (), unwrap(model)
     if any(isinstance(module, CrossEntropy) and not module.shift for module in modules) and shifts_by_default(bare):
         raise ConfigError(
-            f"`loss_fn` compares scores with the labels at the same place, and {type(bare).__name__} predicts each "
+            f"`loss_fn` compares scores with the labels at the same position, and {type(bare).__name__} predicts each "
             "label one place before it. Pass CrossEntropy(shift=True)."
         )
 

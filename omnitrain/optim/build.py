@@ -185,8 +185,8 @@ def build_optimizer(
         return Muon.of(model, learning_rate, weight_decay, options)
     if options and not isinstance(spec, (str, type)):
         raise ConfigError(
-            f"`optimizer_kwargs={options!r:.200}` has no effect on an `optimizer` that is no name and no class. Pass a "
-            "name, such as optimizer='sgd', or set the options where it is made."
+            f"`optimizer_kwargs={options!r:.200}` has no effect on an `optimizer` that is neither name nor class. Pass "
+            "a name, such as optimizer='sgd', or set the options where it is made."
         )
     if hasattr(spec, "param_groups"):
         optimizer: Any = spec
@@ -220,7 +220,7 @@ def build_optimizer(
         optimizer = make_optimizer(factory, trainable, rates, options)
     if not hasattr(optimizer, "param_groups"):
         raise ConfigError(
-            f"`optimizer` must give an optimizer when called with the parameters, got {optimizer!r}. "
+            f"`optimizer` must return an optimizer when called with the parameters, got {optimizer!r}. "
             "Return the optimizer from it."
         )
     optimizer_parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -367,8 +367,8 @@ def build_scheduler(
         )
     if options and (spec is None or not (is_named or isinstance(spec, type))):
         raise ConfigError(
-            f"`lr_scheduler_kwargs={dict(options)!r}` has no effect on a `lr_scheduler` that is no name and no class. "
-            "Pass a name, such as lr_scheduler='cosine'."
+            f"`lr_scheduler_kwargs={dict(options)!r}` has no effect on a `lr_scheduler` that is neither name nor "
+            "class. Pass a name, such as lr_scheduler='cosine'."
         )
     name = repr(spec)
     if is_named:
@@ -431,7 +431,7 @@ def _of_transformers(
         )  # type: ignore[call-arg]  # fmt: skip
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"`lr_scheduler={name!r}` with `lr_scheduler_kwargs={dict(options)!r}`: transformers refuses it: {error}"
+            f"`lr_scheduler={name!r}` with `lr_scheduler_kwargs={dict(options)!r}`: transformers rejects it: {error}"
         ) from error
 
 
@@ -454,7 +454,7 @@ def _scheduler_of(spec: Any, optimizer: torch.optim.Optimizer, options: Mapping[
             ) from error
         if not callable(getattr(scheduler, "step", None)):
             raise ConfigError(
-                f"`lr_scheduler` must give a scheduler when called with the optimizer, got {scheduler!r:.200}. "
+                f"`lr_scheduler` must return a scheduler when called with the optimizer, got {scheduler!r:.200}. "
                 "Return the scheduler from it."
             )
     owner = getattr(scheduler, "optimizer", optimizer)

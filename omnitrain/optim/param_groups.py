@@ -155,7 +155,7 @@ def _options(
         try:  # only the constructor validates values
             make([nn.Parameter(torch.empty(1, 1))], **options)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"`param_groups[{place}]`: {make.__name__} refuses it: {error}.") from error
+            raise ConfigError(f"`param_groups[{place}]`: {make.__name__} rejects it: {error}.") from error
     if "lr_scale" in spec:
         if "lr" not in group:
             raise ConfigError(

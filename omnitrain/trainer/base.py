@@ -624,8 +624,8 @@ class BaseTrainer(Hooks, ABC):
         """
         if self.lifecycle.is_running:
             raise ConfigError(
-                "`train()` was called inside of `train()`, by a callback or a hook of this trainer. A callback asks "
-                "the run itself: request_evaluate(), request_save(), stop(); another run is made by another trainer."
+                "`train()` was called within `train()`, by a callback or a hook of this trainer. A callback can call "
+                "request_evaluate(), request_save() or stop(); another run needs another trainer."
             )
         if overrides.is_active():
             resume_from = overrides.override_run(self, resume_from, more)
@@ -878,7 +878,7 @@ class BaseTrainer(Hooks, ABC):
     def request_save(self) -> None:
         """Request a checkpoint at the next step boundary."""
         if self.store is None:
-            raise ConfigError("A checkpoint was requested, but there is no place for it. Pass `save_dir`.")
+            raise ConfigError("A checkpoint was requested, but the trainer has no `save_dir`. Pass one.")
         self.control.save = True
 
     def request_log(self) -> None:
@@ -1196,8 +1196,8 @@ def _check_model(model: Any) -> None:
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
         raise ConfigError(
-            f"`model` has lazy parameters, {lazy[0]!r} for instance, whose shapes only a first batch tells. Call "
-            "the model on one before it is passed: model(batch)."
+            f"`model` has lazy parameters, {lazy[0]!r} for instance, whose shapes are known after a first "
+            "batch. Call the model on one before you pass it: model(batch)."
         )
 
 

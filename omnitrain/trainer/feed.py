@@ -515,6 +515,6 @@ def _reject_empty(counts: list[Any]) -> None:
     empty = [str(rank) for rank, count in enumerate(counts) if count is None]
     if empty:
         raise DataError(
-            f"The data yield nothing on rank {', '.join(empty)}, but do on others. Give every process a part of "
-            "them, or the same data, and each takes its share."
+            f"The training data are empty on rank {', '.join(empty)}, but not on others. Give every process a part "
+            "of them, or the same data, of which each takes its share."
         )

@@ -163,8 +163,8 @@ NO_DATASETS: list[tuple[Any, str]] = [
     ([["a"] * 8, [0] * 8], r"a list of 2 sequences of 8 entries .*\(inputs, labels\)"),
     ([X, LABELS], r"a list of 2 sequences of 8 entries"),
     ((X, LABELS.tolist()), r"a tuple of 2 sequences of 8 entries"),
-    ((X, LABELS[:7]), r"equally many rows, got \[8, 7\]"),
-    ({"x": [1, 2]}, r"tensors or arrays with equally many rows"),
+    ((X, LABELS[:7]), r"the same number of rows, got \[8, 7\]"),
+    ({"x": [1, 2]}, r"tensors or arrays with the same number of rows"),
 ]  # fmt: skip
 
 

@@ -140,7 +140,7 @@ def test_shards_of_another_number_are_an_error(caplog: pytest.LogCaptureFixture)
     with pytest.raises(CheckpointError, match="has 2 shards, and had 4"):
         loader(sizes=(7, 7)).local_state(point.state)
     assert loader().local_state({"at": 3}) is None  # of another kind of data
-    with pytest.raises(ConfigError, match=r"has 4 shards, which cannot be shared out evenly among 3 ranks"):
+    with pytest.raises(ConfigError, match=r"has 4 shards, which cannot be divided evenly among 3 ranks"):
         loader(0, 3)
     with caplog.at_level(logging.WARNING, "omnitrain"):
         loader(0, 2, num_workers=5)

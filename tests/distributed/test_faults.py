@@ -504,4 +504,4 @@ def test_uneven_data_train_to_the_end_of_the_longest(case: str, results: Any) ->
 
 def test_data_that_are_empty_on_one_rank_are_an_error(results: Any) -> None:
     for result in results["empty"]:
-        assert result["error"] == "DataError" and "The data yield nothing on rank 1" in result["message"]
+        assert result["error"] == "DataError" and "The training data are empty on rank 1" in result["message"]

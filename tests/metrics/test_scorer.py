@@ -79,15 +79,15 @@ def test_score_rejects_other_metrics(compute_metrics, fragment):
 
 @pytest.mark.parametrize("compute_metrics, fragment", [
     *(
-        (lambda eval_pred, value=value: {"per_class": value}, "The metric 'per_class' is no number but")
+        (lambda eval_pred, value=value: {"per_class": value}, "The metric 'per_class' must be a number, got")
         for value in ({"a": 1}, [1, 2], np.ones(2), torch.ones(2), "0.5", None, 1j)
     ),
-    (returns_none, "'returns_none' is no number but NoneType"),
+    (returns_none, "'returns_none' must be a number, got NoneType"),
     (lambda y_true, y_pred: 0.5, "lambda"),  # has no name for its number
     ([two, two], "named 'right'"),
     (
         torchmetrics.classification.MulticlassConfusionMatrix(3),
-        "'MulticlassConfusionMatrix' is no number but Tensor of shape",
+        "'MulticlassConfusionMatrix' must be a number, got Tensor of shape",
     ),
 ])  # fmt: skip
 def test_score_rejects_other_results(compute_metrics, fragment):

@@ -100,7 +100,7 @@ WRONG_OPTIMIZERS: list[tuple[Any, nn.Module, str]] = [
             ("no_such_package.AdamW", "is in no package that is imported. Import 'no_such_package' before"),
             ("", "`optimizer` must be one of .* got ''"),
             (3, "`optimizer` must be an optimizer, its class.* got 3"),
-            (lambda parameters: None, "must give an optimizer.* got None"),
+            (lambda parameters: None, "must return an optimizer.* got None"),
             (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), "SGD.*holds none of the model's parameters"),
             *((path, "not a subclass of") for path in ("os.system", "os.path.join", "subprocess.Popen")),
         ]
@@ -217,7 +217,7 @@ def test_optimizer_kwargs_of_muon_go_to_both_parts() -> None:
         ("sgd", {"params": []}, "'params', which is no option of SGD"),
         ("adamw", {"betas": (2.0, 0.9)}, "AdamW raises ValueError: Invalid beta"),
         ("muon", {"momentun": 1}, "no option of Muon and AdamW.*mean 'momentum'"),
-        (optimizer_for, {"momentum": 0.9}, "has no effect on an `optimizer` that is no name and no class"),
+        (optimizer_for, {"momentum": 0.9}, "has no effect on an `optimizer` that is neither name nor class"),
     ],
 )
 def test_optimizer_kwargs_are_rejected(spec: Any, options: Any, message: str) -> None:

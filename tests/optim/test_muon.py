@@ -101,7 +101,7 @@ def test_muon_groups_take_options() -> None:
     assert options == [0.9, 0.95, (0.8, 0.9), (0.9, 0.999)]
     for group, words in (
         ({"match": r"^2\.", "betas": (0.8, 0.9)}, "'betas', which is no option of Muon for these parameters"),
-        ({"match": r"^2\.w", "momentum": -1.0}, "Muon refuses it: momentum should be >= 0"),
+        ({"match": r"^2\.w", "momentum": -1.0}, "Muon rejects it: momentum should be >= 0"),
     ):
         with pytest.raises(ConfigError, match=words):
             run(param_groups=[group])

@@ -89,7 +89,7 @@ WRONG_GROUPS: list[tuple[Any, str]] = [
     ([{"match": r"^9\.", "lr": 1.0}], r"`param_groups\[0\]`: '\^9.*' is found in no parameter's name.* 0.weight"),
     ([{"match": ".", "lr": 1.0}, {"match": "bias", "lr": 0.1}], r"\[1\]`: 'bias' is left without a parameter"),
     ([{"match": "bias", "weigth_decay": 0.0}], r"'weigth_decay', which is no option of AdamW .*'weight_decay'\?"),
-    ([{"match": "bias", "betas": (0.9, 1.5)}], r"AdamW refuses it: Invalid beta parameter at index 1: 1.5"),
+    ([{"match": "bias", "betas": (0.9, 1.5)}], r"AdamW rejects it: Invalid beta parameter at index 1: 1.5"),
     ([{"match": "bias", "lr": -1.0}], "'lr' must be a finite number of at least 0, got -1.0"),
     ([{"match": "bias", "lr": 1.0, "lr_scale": 0.1}], "has both 'lr' and 'lr_scale'"),
     ([{"match": "bias"}], "must have options next to 'match'"),
@@ -121,7 +121,7 @@ def test_param_groups_and_freeze_reject_wrong_values(options: dict[str, Any], wo
 def test_param_groups_reject_built_optimizer() -> None:
     model = t16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="`param_groups` has no effect with an `optimizer` that is made already"):
+    with pytest.raises(ConfigError, match="`param_groups` has no effect with an `optimizer` instance"):
         make(model=model, optimizer=optimizer, param_groups=GROUPS, learning_rate=2e-5, weight_decay=0.0)
     with pytest.raises(ConfigError, match="`param_groups` would have no effect on an optimizer that is assigned"):
         make(param_groups=GROUPS).optimizer = optimizer

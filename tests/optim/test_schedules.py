@@ -383,11 +383,11 @@ def test_schedule_warns_of_late_milestone(caplog: pytest.LogCaptureFixture) -> N
 
 TWO = LinearScheduler(warmup=2)
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"lr_scheduler_kwargs": {"min_lr": 1e-3}}, "`lr_scheduler_kwargs=.*no name and no class"),
+    ({"lr_scheduler_kwargs": {"min_lr": 1e-3}}, "`lr_scheduler_kwargs=.*neither name nor class"),
     ({"lr_scheduler": TWO, "lr_scheduler_kwargs": {"min_lr": 1e-3}}, "`lr_scheduler_kwargs=.*has no"),
     ({"lr_scheduler": "cosine", "lr_scheduler_kwargs": {"min_rl": 1}}, "'min_rl'.*'cosine'` takes.*mean 'min_lr'"),
     ({"lr_scheduler": "multistep"}, "'multistep'` needs `lr_scheduler_kwargs` with 'mile"),
-    ({"lr_scheduler": "warmup_stable_decay"}, "warmup_stable_decay.*transformers refuses it.*num_decay_steps"),
+    ({"lr_scheduler": "warmup_stable_decay"}, "warmup_stable_decay.*transformers rejects it.*num_decay_steps"),
     ({"lr_scheduler": TWO, "warmup_steps": 3}, "`warmup_steps=3` has no effect.*warmup="),
     ({"warmup_steps": "1dur"}, "`warmup_steps='1dur'` leaves nothing of the run's 6"),
     ({"lr_scheduler": LinearScheduler(warmup="9ep")}, "'9ep'` leaves nothing"),
