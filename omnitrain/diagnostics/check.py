@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from omnitrain.checkpoint.state_dicts import class_of
 from omnitrain.compute.random_state import isolated_rng, seed_everything
 from omnitrain.core.display import ProofResult, Table
 from omnitrain.core.errors import DataError, format_list
@@ -155,8 +156,8 @@ def check_run(loop: Loop, samples: int, seconds: float) -> CheckResult:
             if problem is not None or probe is None:
                 reason = "its own `_train_epoch` computes the loss" if loop.has_custom_epoch else "the batch fails"
                 outcomes[name] = f"not tried: {reason}"
-            elif probe.is_collective and name != "loss":
-                outcomes[name] = "not tried: ranks wait for each other in a pass"
+            elif probe.is_collective and name not in _FORWARD_CHECKS:
+                outcomes[name] = f"not tried: {_SHARDED}"
             else:
                 add(name, functools.partial(check, probe))
         classes = None if probe is None or problem is not None else probe.count_classes()
@@ -232,7 +233,7 @@ class _BatchProbe:
             if self.is_collective:
                 with self.backend.eval_mode(self.trainer.settings.seed), self.autocast():
                     self.output = self.backend.forward(self.trainer._forward, self.batch)
-                self.loss = float(self.output.required_loss())
+                self.loss = float(_mean_loss(self.output))
             else:
                 # what a model makes in its very first pass stays for the others
                 with self.training(is_first=True), self.watching() as activations:
@@ -286,9 +287,9 @@ class _BatchProbe:
             yield
 
     def forward(self, batch: Any) -> StepOutput:
-        """Return the output of a batch in evaluation mode."""
+        """Return the output of a batch in evaluation mode; together on all ranks, if passes are collective."""
         with self.backend.eval_mode(self.trainer.settings.seed), self.repeatable(), self.autocast():
-            return self.trainer._forward(self.model, batch)
+            return self.backend.forward(self.trainer._forward, batch)
 
     def evaluate(self, batch: Any) -> tuple[float, Any]:
         """Return loss and outputs of a batch in evaluation mode."""
@@ -341,6 +342,10 @@ class _BatchProbe:
     def is_any(self, flag: bool) -> bool:
         """Return whether something is true on any rank; called on all of them."""
         return self.loop.ranks.sum("a step of check()", float(flag))[0] > 0
+
+    def agrees(self, flag: bool) -> bool:
+        """Return whether something is true on this rank; on any rank, if passes are collective."""
+        return self.is_any(flag) if self.is_collective else flag
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that train, by name."""
@@ -406,7 +411,7 @@ def _brief(error: BaseException) -> str:
 
 
 def _title(name: str, module: nn.Module | None) -> str:
-    kind = "forward()" if module is None else type(module).__name__
+    kind = "forward()" if module is None else class_of(module).__name__
     return f"{kind} {name!r}" if name else f"forward() of {kind}"
 
 
@@ -625,12 +630,17 @@ def _is_zero(gradient: torch.Tensor | None) -> bool:
 def _check_mixing(probe: _BatchProbe) -> Outcome:
     try:
         return _find_mixing(probe)
-    except NotTried as reason:  # what BatchNorm does is known without a trial
-        norms = [
-            _norm_note(name, module) for name, module in probe.model.named_modules()
-            if isinstance(module, _BatchNorm) and module not in probe._evaluating
-        ]  # fmt: skip
-        return f"not tried: {reason}", norms[:1]
+    except NotTried as reason:
+        return f"not tried: {reason}", _norm_notes(probe)
+
+
+def _norm_notes(probe: _BatchProbe) -> list[CheckFinding]:
+    """Return what BatchNorm does, which is known without a trial."""
+    norms = [
+        _norm_note(name, module) for name, module in probe.model.named_modules()
+        if isinstance(module, _BatchNorm) and module not in probe._evaluating
+    ]  # fmt: skip
+    return norms[:1]
 
 
 def _norm_note(name: str, module: nn.Module) -> CheckFinding:
@@ -642,24 +652,25 @@ def _norm_note(name: str, module: nn.Module) -> CheckFinding:
 
 def _find_mixing(probe: _BatchProbe) -> Outcome:
     changed = _with_other_first_row(probe.batch)
-    if changed is None:
+    if probe.agrees(changed is None):
         raise NotTried("the samples of the batch cannot be told apart")
     findings, names = list[CheckFinding](), {True: "training", False: "evaluation"}
     mixing: dict[bool, str | None] = {}
-    for is_training in (False, True):
+    for is_training in (False,) if probe.is_collective else (False, True):
         with _recording(probe) as plain:
             first = _run_rows(probe, probe.batch, is_training)
         with _recording(probe) as other:
             second = _run_rows(probe, changed, is_training)
         repeated = _run_rows(probe, probe.batch, is_training)
-        if first is None or second is None or repeated is None:
+        if probe.agrees(first is None or second is None or repeated is None):
             raise NotTried("the outputs have no row for each sample")
-        if _other_rows_differ(first, repeated, probe):
+        assert first is not None and second is not None and repeated is not None
+        if probe.agrees(_other_rows_differ(first, repeated, probe)):
             raise NotTried("two passes of one batch differ")
         mixing[is_training] = None
         if _other_rows_differ(first, second, probe):
             mixing[is_training] = next((name for name in plain if _mixes(plain[name], other.get(name), probe)), "")
-    probe.mixes = mixing[False] is not None
+    probe.mixes = probe.agrees(mixing[False] is not None)
     modules = dict(probe.model.named_modules())
     for is_training, name in mixing.items():
         if name is None or (is_training and name == mixing[False]):
@@ -676,8 +687,10 @@ def _find_mixing(probe: _BatchProbe) -> Outcome:
             remedy = "It has no running statistics (track_running_stats=False), or is never in evaluation mode."
         what = f"in {names[is_training]} a change of sample 0 changes the outputs of the others"
         findings.append(CheckFinding("warning", "mixing", where, what, remedy))
-    if mixing[True] is mixing[False] is None:
-        return "no sample changes the outputs of another", findings
+    if not any(name is not None for name in mixing.values()):
+        scope = " in evaluation mode" if probe.is_collective else ""
+        findings += _norm_notes(probe) if probe.is_collective else []
+        return f"no sample changes the outputs of another{scope}", findings
     return "samples of a batch see each other", findings
 
 
@@ -991,6 +1004,9 @@ def _check_time(probe: _BatchProbe) -> Outcome:
     )]  # fmt: skip
 
 
+# The checks that need no more than passes that all ranks make together.
+_FORWARD_CHECKS = ("loss", "shapes", "mixing", "padding")
+_SHARDED = "gradients of sharded weights need backward passes on all ranks; run check() on one process"
 _CHECKS: dict[str, Callable[[_BatchProbe], Outcome]] = {
     "loss": _check_loss,
     "shapes": _check_shapes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +46,8 @@ class Replay(ProofResult):
         samples: The indices of its samples; empty for data without an index.
         losses: The loss of each sample, in the same order: of the sample without the others of its batch, by the
             weights before the step and the model in evaluation mode, so without dropout.
-        grad_norms: The L2 norm of the gradient of each of these losses.
+        grad_norms: The L2 norm of the gradient of each of these losses; empty under FSDP and DeepSpeed, which add up
+            gradients over ranks.
         loss: The mean loss of the step, as in training.
         grad_norm: The L2 norm of the gradients of the step before clipping.
         batch: What the loader returned for it; a list, if the step has several micro-batches. None for a script.
@@ -92,9 +94,11 @@ class Replay(ProofResult):
             lines.append("each sample by itself, by the weights before the step and in evaluation mode:")
         are_samples = len(self.samples) == len(self.losses)
         names: Sequence[Any] = self.samples if are_samples else range(len(self.losses))
-        largest = sorted(zip(self.grad_norms, self.losses, names, strict=False), reverse=True)
-        rows = [[str(name), f"{loss:.6g}", f"{norm:.6g}"] for norm, loss, name in largest[:_SHOWN]]
-        below = [f"and {len(largest) - _SHOWN} samples with smaller gradients"] if len(largest) > _SHOWN else []
+        norms = self.grad_norms or [math.nan] * len(self.losses)
+        order = sorted(range(len(self.losses)), key=lambda row: (self.grad_norms or self.losses)[row], reverse=True)
+        rows = [[str(names[row]), f"{self.losses[row]:.6g}", f"{norms[row]:.6g}"] for row in order[:_SHOWN]]
+        measure = "gradients" if self.grad_norms else "losses"
+        below = [f"and {len(order) - _SHOWN} samples with smaller {measure}"] if len(order) > _SHOWN else []
         below += [f"note: {note}" for note in self.notes]
         titles = ["sample" if are_samples else "row", "loss", "gradient"]
         return str(Table(titles, rows, above=lines, below=below))
@@ -170,8 +174,7 @@ def _measure_samples(trainer: Any) -> dict[str, Any]:
         indices = loader.indices_at(progress.epoch, progress.samples_in_epoch, turn) if loader is not None else None
         samples += indices or []
     if trainer.backend.forward_is_collective:
-        notes.append("losses of samples need the whole model on each process: replay it without FSDP and DeepSpeed")
-        return {"samples": samples, "notes": notes}
+        return {"samples": samples, **_measure_together(trainer)}
     model: nn.Module = trainer.model
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     modes = [(module, module.training) for module in model.modules()]
@@ -198,6 +201,26 @@ def _measure_samples(trainer: Any) -> dict[str, Any]:
     if losses and samples and len(losses) != len(samples):
         notes.append(f"its {len(samples)} samples are {len(losses)} rows of its batches: losses are those of rows")
     return {"samples": samples, "losses": losses, "grad_norms": norms, "notes": notes}
+
+
+def _measure_together(trainer: Any) -> dict[str, Any]:
+    """Return the losses of the samples of the step on this rank, by passes that all ranks make together."""
+    window = trainer._step.window
+    parts = [part for batch in _counted(window) for part in trainer._feed._split(copy.deepcopy(batch), 1)]
+    losses, problem = list[float](), ""
+    count = max(trainer.ranks.gather("how many samples a step has", len(parts)))
+    with unchanged_buffers(trainer.model), trainer.backend.eval_mode(trainer.settings.seed):
+        for number in range(count):  # a rank with fewer samples makes the passes of the others with any batch
+            part = parts[number] if number < len(parts) else copy.deepcopy(window.batches[0])
+            try:
+                with trainer._autocast():
+                    output = trainer.backend.forward(trainer._forward, trainer._prepare_batch(part))
+                loss, targets = output.required_loss(), output.num_targets
+                losses.append(float(loss if targets is None else loss / max(float(targets), 1.0)))
+            except Exception as error:  # of a loss that takes no single sample
+                problem = f"the samples could not be measured one by one: {type(error).__name__}: {error}"
+    notes = [problem] if problem else ["norms of gradients of samples are unknown: gradients are added up over ranks"]
+    return {"losses": [] if problem else losses[: len(parts)], "notes": notes}
 
 
 def replay(run: str | os.PathLike[str], step: int, make_trainer: Callable[[], BaseTrainer]) -> Replay:

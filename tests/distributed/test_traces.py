@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from omnitrain import Trace
 from omnitrain.callbacks.trace import TRACED
+from omnitrain.diagnostics.replay import StepRecorder, StepReplayed
 
 
 def trace(backend: str, folder: str, stop: int = 0) -> dict[str, Any]:
@@ -34,16 +36,40 @@ def trace(backend: str, folder: str, stop: int = 0) -> dict[str, Any]:
     return {}
 
 
+def measure(backend: str, folder: str) -> dict[str, Any]:
+    """Return the samples of the only step, of which ranks have 4 and 3, with their losses."""
+    recorder = StepRecorder(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)).double()
+    for number, parameter in enumerate(model.parameters()):
+        nn.init.constant_(parameter, 0.1 * (number + 1))
+    x = torch.linspace(-1, 1, 28, dtype=torch.float64).view(7, 4)
+    trainer = make_trainer(
+        backend, model, TensorDataset(x, x.flip(1)), loss_fn=F.mse_loss, epochs=1, batch_size=8 // PROCESSES[backend],
+        save_dir=folder, callbacks=[recorder], shuffle=False,
+    )  # fmt: skip
+    with contextlib.suppress(StepReplayed):
+        trainer.train()
+    return recorder.result
+
+
 @pytest.fixture(scope="module")
-def traces(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def launched(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder, jobs = tmp_path_factory.mktemp("traces"), Jobs()
     for backend in {"native", "ddp"} | asked_for(request, "backend"):
         jobs.add(backend, backend, trace, folder=str(folder / backend))
     jobs.add("stopped", "ddp", trace, folder=str(folder / "stopped"), stop=2)
+    for backend in {"native"} | asked_for(request, "sharded"):
+        jobs.add(f"measured {backend}", backend, measure, folder=str(folder / f"measured {backend}"))
     jobs.add("resumed", "native", trace, folder=str(folder / "stopped"))
     # in this order, as the last job resumes what the one before has saved
     results = sound(launch_all(jobs[:-1], folder / "a"))
     results |= sound(launch_all(jobs[-1:], folder / "b"))
+    return folder, results
+
+
+@pytest.fixture(scope="module")
+def traces(launched: Any) -> Any:
+    folder, results = launched
 
     def read(name: str) -> list[dict[str, Any]]:
         assert results[name] is not None
@@ -67,3 +93,15 @@ def test_trace_is_that_of_one_process(backend: str, traces: Any) -> None:
 
 def test_trace_continues_on_one_process(traces: Any) -> None:
     assert traces("ddp") == traces("stopped") == traces("native")
+
+
+@pytest.mark.parametrize("sharded", ["fsdp", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_replay_measures_losses_of_sharded_weights(sharded: str, launched: Any) -> None:
+    """Of each sample as on one process; norms of gradients are not those of samples there."""
+    _, results = launched
+    (expected,), parts = results["measured native"], results[f"measured {sharded}"]
+    assert len(expected["samples"]) == len(expected["losses"]) == len(expected["grad_norms"]) == 7
+    for result in parts:
+        losses = dict(zip(result["samples"], result["losses"], strict=True))
+        assert losses == pytest.approx(dict(zip(expected["samples"], expected["losses"], strict=True)), rel=1e-6)
+        assert not result["grad_norms"] and "gradients are added up over ranks" in result["notes"][0]
