@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -43,8 +44,8 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 # More steps than this of a schedule or an interval without a formula are not simulated.
 _MAX_UPDATES = 50_000
-# What a checkpoint has besides its tensors: a header entry for each, and the JSON of the run.
-_ENTRY_BYTES, _RECORD_BYTES = 110, 8_000
+# What a checkpoint has besides its tensors and the tokenizer: a header entry for each, and the JSON of the run.
+_ENTRY_BYTES, _RECORD_BYTES = 110, 16_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,9 @@ class RunPlan(ProofResult):
             lines["evaluations"] += f", {_duration(seconds['evaluation'])} each"
         if "checkpoint" in disk:
             free = f"; {size_of(disk['free'])} are free" if "free" in disk else ""
-            count = self.counts.get("saves", "unknown")
+            count = str(self.counts.get("saves", "unknown"))
+            if disk.get("kept", 0) > self.counts.get("saves", math.inf):
+                count += " and new bests between them"
             total = f"; {disk['kept']} are kept, {size_of(disk['total'])} in all" if "kept" in disk else ""
             lines["saves"] = f"{count}, {size_of(disk['checkpoint'])} each{total}{free}"
         else:
@@ -334,6 +337,9 @@ class _Measured:
             shards = loop.ranks.world_size if loop.trainer.backend.forward_is_collective else 1
             size += self.memory.get("optimizer", 0) * shards
             count += 3 * len(loop.trainer.backend.parameters)
+        with tempfile.TemporaryDirectory(prefix="omnitrain-") as folder:
+            loop.trainer._write_processor(Path(folder))  # type: ignore[attr-defined]
+            size += sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
         return size + count * _ENTRY_BYTES + _RECORD_BYTES
 
     def _evaluate(self) -> None:
@@ -558,6 +564,8 @@ def _disk(loop: Loop, size: Mapping[str, int], counts: Mapping[str, int], total:
     settings, disk = loop.settings, {"checkpoint": size["checkpoint"]}
     if "saves" in counts:
         saves, bests = counts["saves"], max(settings.keep_best, 1) if loop.lifecycle.evaluates else 0
+        if loop.lifecycle.evaluates and settings.eval_steps != settings.save_steps:
+            saves += min(settings.keep_best, counts.get("evaluations", 1))  # of the bests that no other save has
         count = saves if settings.save_total_limit is None else min(saves, settings.save_total_limit + bests)
         if settings.save_total_limit is not None and settings.keep_every and total is not None:
             count = min(saves, count + total // settings.keep_every)

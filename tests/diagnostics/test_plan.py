@@ -75,6 +75,25 @@ def test_plan_counts_bytes_of_a_large_checkpoint(tmp_path: Path) -> None:
     assert plan.disk["checkpoint"] == pytest.approx(size, rel=0.02)
 
 
+class Processor:
+    """Stands for a tokenizer, whose files are in each checkpoint."""
+
+    def save_pretrained(self, folder: str) -> None:
+        Path(folder, "tokenizer.json").write_text("x" * 300_000)
+
+    def pad(self, samples: Any, **options: Any) -> Any:
+        return torch.utils.data.default_collate(samples)
+
+
+def test_plan_counts_tokenizers_and_bests_between_saves(tmp_path: Path) -> None:
+    """Evaluations get better from one to the next, and are not where checkpoints are saved."""
+    plan, *_ = planned(save_dir=tmp_path, save_steps=4, eval_steps=6, processing_class=Processor(), keep_best=1)
+    folders = [folder for folder in tmp_path.glob("checkpoint-*") if folder.is_dir() and not folder.is_symlink()]
+    sizes = [sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) for folder in folders]
+    assert plan.disk["checkpoint"] == pytest.approx(max(sizes), rel=0.05)
+    assert plan.counts["saves"] < len(folders) <= plan.disk["kept"] and " and new bests between them, " in str(plan)
+
+
 @pytest.mark.parametrize(("evaluate", "save"), [("2ba after 1ep", ["1ep", "5ba"]), (["3ba", "1ep after 1ep"], "5ba")])
 def test_plan_counts_intervals_of_several_rules(evaluate: Any, save: Any, tmp_path: Path) -> None:
     options = {"keep_best": 0, "load_best_at_end": False}
