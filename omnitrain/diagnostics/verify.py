@@ -125,7 +125,8 @@ class RunVerification(ProofResult):
         total = sum(checkpoint.files for checkpoint in self.checkpoints)
         size = filesize.decimal(sum(checkpoint.bytes for checkpoint in self.checkpoints))
         verdict = f"{len(damaged)} damaged" if damaged else "every file as it was written"
-        lines = [f"{self.run}: {len(self.checkpoints)} checkpoints, {total} files, {size}: {verdict}"]
+        count = f"{len(self.checkpoints)} checkpoint{'s' * (len(self.checkpoints) != 1)}"
+        lines = [f"{self.run}: {count}, {total} files, {size}: {verdict}"]
         lines += [
             f"damaged  {checkpoint.folder.name}: {text}" for checkpoint in damaged for text in checkpoint.problems
         ]
