@@ -103,7 +103,7 @@ def make_accelerator(
         if deepspeed_plugin is not None and accelerator.distributed_type != DistributedType.DEEPSPEED:
             raise ConfigError(
                 "There is a DeepSpeed configuration, and accelerate disables DeepSpeed where ACCELERATE_USE_CPU is "
-                "set, as `omnitrain launch --cpu` does. Unset it: without a GPU DeepSpeed takes the CPU by itself."
+                "set, as `omnitrain launch --cpu` does. Unset it: without a GPU DeepSpeed uses the CPU anyway."
             )
         if options.keys() - {"find_unused_parameters"} and (wants_fsdp or deepspeed_plugin is not None):
             raise ConfigError(
@@ -304,7 +304,7 @@ def _check_for_tensor_parallel(settings: Settings) -> None:
     if isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"`optimizer` is an instance of {type(optimizer).__name__}, which has the weights as they were before "
-            "tensor parallelism cut them up. Pass the class, or a function of the parameters."
+            "tensor parallelism sharded them. Pass the class, or a function of the parameters."
         )
 
 

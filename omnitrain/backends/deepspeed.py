@@ -117,7 +117,7 @@ def merge_config(plugin: Any, arguments: dict[str, Any]) -> None:
         if argument is not None and argument != setting:
             raise ConfigError(
                 f"The DeepSpeed configuration says {key}={setting}, and the argument `{name}` {arguments.get(name)}. "
-                f"Give both the same value, or say 'auto' in the configuration."
+                f"Give both the same value, or set 'auto' in the configuration."
             )
         arguments[name] = setting if setting or key != "gradient_clipping" else None
     for precision in ("fp16", "bf16"):

@@ -77,7 +77,7 @@ def parallelize(model: nn.Module, mesh: Any) -> None:
     if not plan or not isinstance(plan, Mapping):
         raise ConfigError(
             f"`parallelism_config` has tp_size={mesh.size()}, and {type(model).__name__} has no plan that says how its "
-            "layers are cut up. Give it an attribute such as tp_plan={'body.0': 'colwise', 'body.2': 'rowwise'}, or "
+            "layers are sharded. Give it an attribute such as tp_plan={'body.0': 'colwise', 'body.2': 'rowwise'}, or "
             "take a model of transformers that has one."
         )
     before = {id(parameter) for parameter in model.parameters()}
@@ -91,7 +91,7 @@ def parallelize(model: nn.Module, mesh: Any) -> None:
         _apply_plan(model, mesh, plan)
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters() if id(parameter) not in before):
         raise ConfigError(
-            f"The plan of {type(model).__name__} for tensor parallelism cuts nothing up: {dict(plan)!r:.200}. Name "
+            f"The plan of {type(model).__name__} for tensor parallelism shards nothing: {dict(plan)!r:.200}. Name "
             "modules that have weights."
         )
 

@@ -782,7 +782,7 @@ class BaseTrainer(Hooks, ABC):
             steps: From how many of the first steps of an epoch batches are taken, for data of many lengths.
 
         Raises:
-            ConfigError: If the run has begun, or the trainer has a `_train_epoch` or `_train_step` of your own.
+            ConfigError: If the run has begun, or the trainer has a custom `_train_epoch` or `_train_step`.
         """
         check_compilable(self._loop, steps)
         with self._rehearsing("compile()"):

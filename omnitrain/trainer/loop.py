@@ -103,8 +103,8 @@ class Loop:
         if self.step.spikes is not None:
             if self.has_custom_epoch:
                 raise ConfigError(
-                    f"`algorithms` holds SpikeGuard, and {type(self.trainer).__name__} has a `_train_epoch` of its "
-                    "own, whose steps nothing judges. Leave one of them out."
+                    f"`algorithms` holds SpikeGuard, and {type(self.trainer).__name__} has a custom "
+                    "`_train_epoch`, whose steps nothing judges. Leave one of them out."
                 )
             self.step.spikes.begin_run()
         self.agree("the beginning of the run")
@@ -654,7 +654,7 @@ class Loop:
                 if uncalled:
                     raise ConfigError(
                         f"`algorithms` holds {type(algorithm).__name__}, whose {uncalled[0]}() nothing calls in a "
-                        "`_train_epoch` of your own that steps the optimizer. Leave it out and do the same in your "
+                        "custom `_train_epoch` that steps the optimizer. Leave it out and do the same in your "
                         "loop, or have super()._train_epoch(epoch) take the steps."
                     )
             backend.check_all_reduced()
@@ -685,7 +685,7 @@ class Loop:
         if progress.step == before:
             if update_count[0] and self.settings.microbatch_size is not None:
                 raise ConfigError(
-                    f"`microbatch_size={self.settings.microbatch_size!r}` has no effect on a `_train_epoch` of your "
-                    "own, which uses full batches. Make `batch_size` smaller, or split them there."
+                    f"`microbatch_size={self.settings.microbatch_size!r}` has no effect on a custom "
+                    "`_train_epoch`, which uses full batches. Make `batch_size` smaller, or split them there."
                 )
             progress.step += update_count[0]

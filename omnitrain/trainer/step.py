@@ -622,7 +622,7 @@ class Step:
         if has_custom_epoch and isinstance(scheduler, ScheduleLR) and scheduler.follows:
             raise ConfigError(
                 f"`lr_scheduler={scheduler.schedule!r}` follows samples, tokens or time, which nothing counts in a "
-                "`_train_epoch` of your own. Give its lengths in steps or epochs, and the run's by `max_steps` or "
+                "custom `_train_epoch`. Give its lengths in steps or epochs, and the run's by `max_steps` or "
                 "`epochs`."
             )
 

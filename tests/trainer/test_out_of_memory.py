@@ -177,7 +177,7 @@ def test_microbatch_size_is_validated() -> None:
     for size in (0, 2.0, True, "large"):
         with pytest.raises(ConfigError, match="`microbatch_size` must be a positive integer, 'auto' or None, got"):
             Trainer(t16(), rows(8), microbatch_size=size)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="`microbatch_size=2` has no effect on a `_train_epoch` of your own"):
+    with pytest.raises(ConfigError, match="`microbatch_size=2` has no effect on a custom `_train_epoch`"):
         Own(t16(), rows(8), device="cpu", microbatch_size=2, progress_bar=False).train()
 
 
