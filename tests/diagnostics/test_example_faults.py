@@ -52,7 +52,7 @@ class Row(NamedTuple):
 
 
 LOG = 'log_steps="1ep",'
-GUARD = f"{LOG} algorithms=[faults.SpikeGuard(window=20)], save_dir='run',"
+GUARD = f"{LOG} algorithms=[faults.SpikeGuard()], save_dir='run',"
 NEW_WEIGHTS = r"since step \d+: it has other weights \(same batch, loss, learning rate, random state\)"
 SPIKE = r"A spike: the (loss|gradient norm) of step \d+ \(epoch \d\) is \S+, above .* and leaves out its \d+ samples: "
 
@@ -112,7 +112,7 @@ YAML = [
     Row("native_digits.yaml", "leak", {TRAIN: "class_path: faults.load_leaking"}, CHECK,
         ["warning: overlap, the evaluation set: 20 of 300 different samples"]),
     Row("native_digits.yaml", "spike", {TRAIN: "class_path: faults.load_spoilt",
-        STEPS: f"{STEPS}\n  algorithms: [{{class_path: SpikeGuard, init_args: {{window: 20}}}}]"},
+        STEPS: f"{STEPS}\n  algorithms: [{{class_path: SpikeGuard}}]"},
         "omnitrain train", [SPIKE], 0),
 ]  # fmt: skip
 
@@ -218,5 +218,5 @@ def test_runs_of_example_are_proved(script: str, tmp_path: Path) -> None:
     checkpoints = [path for path in (tmp_path / "a/run").glob("checkpoint-*") if not path.is_symlink()]
     sizes = [sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) for path in checkpoints]
     assert plan["length"]["steps"] == steps and plan["counts"]["evaluations"] == events.count('"kind": "eval"')
-    assert len(sizes) <= plan["disk"]["kept"] and sum(sizes) <= plan["disk"]["total"]
-    assert plan["disk"]["checkpoint"] == pytest.approx(max(sizes), rel=0.3)
+    assert len(sizes) <= plan["disk"]["kept"] and sum(sizes) <= 1.05 * plan["disk"]["total"]
+    assert plan["disk"]["checkpoint"] == pytest.approx(max(sizes), rel=0.1)
