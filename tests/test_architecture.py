@@ -42,7 +42,8 @@ FLOORS = {
     1: "argument_aliases arguments compute config.instantiation config.names config.overrides config.plain_yaml data "
     "distributed metrics optim",
     2: "algorithms backends callbacks checkpoint loggers model",
-    3: "trainer diagnostics.check diagnostics.data_checks diagnostics.plan diagnostics.rehearsal",
+    3: "trainer diagnostics.check diagnostics.data_checks diagnostics.findings diagnostics.learning_checks "
+    "diagnostics.mixing_checks diagnostics.pass_probe diagnostics.plan diagnostics.rehearsal",
     4: "diagnostics hf sweeps",
     5: "cli config contrib __main__",
 }

@@ -520,16 +520,16 @@ def _first_step(expected: Record, actual: Record) -> str:
     """Return the first step whose record differs, and what of it comes first."""
     differing: list[tuple[int, str, str]] = []
     for rank in expected.rows:
-        left, right = expected.steps(rank), actual.steps(rank)
-        for key, row in left.items():
-            other = right.get(key)
+        reference, candidate = expected.steps(rank), actual.steps(rank)
+        for key, row in reference.items():
+            other = candidate.get(key)
             names = [name for name in _STEP_PARTS if other is None or row[name] != other[name]]
             if names:
                 equal = [text.partition(" ")[2] for name, text in _STEP_PARTS.items() if name not in names]
                 what = "is missing" if other is None else f"has {_STEP_PARTS[names[0]]}"
                 same = f" (same {', '.join(equal)})" if other is not None and equal else ""
                 run = "" if key[0] == "run-1" else f" of {key[0]}"
-                differing.append((list(left).index(key), f"since step {key[1]}{run}: it {what}{same}", rank))
+                differing.append((list(reference).index(key), f"since step {key[1]}{run}: it {what}{same}", rank))
                 break
     if not differing:
         return ""
@@ -548,14 +548,14 @@ def _find_noisy_values(first: Record, second: Record) -> set[str]:
         ends = [record.last_end(run, "0") or {"history": {}} for record in (first, second)]
         pairs.append((ends[0]["history"], ends[1]["history"]))
     while pairs:
-        left, right = pairs.pop()
-        if isinstance(left, list) and isinstance(right, list):
-            pairs += zip(left, right, strict=False)
-        elif isinstance(left, dict) and isinstance(right, dict):
-            for name in left.keys() & right.keys():
-                is_nested = isinstance(left[name], (list, dict))
-                pairs += [(left[name], right[name])] if is_nested else []
-                if not is_nested and _comparable({name: left[name]}) != _comparable({name: right[name]}):
+        reference, candidate = pairs.pop()
+        if isinstance(reference, list) and isinstance(candidate, list):
+            pairs += zip(reference, candidate, strict=False)
+        elif isinstance(reference, dict) and isinstance(candidate, dict):
+            for name in reference.keys() & candidate.keys():
+                is_nested = isinstance(reference[name], (list, dict))
+                pairs += [(reference[name], candidate[name])] if is_nested else []
+                if not is_nested and _comparable({name: reference[name]}) != _comparable({name: candidate[name]}):
                     noisy.add(name)
     return noisy
 
@@ -563,23 +563,22 @@ def _find_noisy_values(first: Record, second: Record) -> set[str]:
 def _compare_ends(expected: Record, actual: Record, parts: dict[str, bool], ignored: Collection[str]) -> Iterator[str]:
     for run in expected.runs():
         for rank in expected.rows:
-            left, right = expected.last_end(run, rank), actual.last_end(run, rank)
-            if left is None or right is None:
-                if left is not right:
+            reference, candidate = expected.last_end(run, rank), actual.last_end(run, rank)
+            if reference is None or candidate is None:
+                if reference is not candidate:
                     parts.update(dict.fromkeys(_PARTS, False))
-                    yield f"{run} has not ended in the {'disturbed' if right is None else 'undisturbed'} run"
+                    yield f"{run} has not ended in the {'disturbed' if candidate is None else 'undisturbed'} run"
                 continue
-            if left["step"] != right["step"] or left["reason"] != right["reason"]:
+            if reference["step"] != candidate["step"] or reference["reason"] != candidate["reason"]:
                 parts["history"] = False
-                yield f"it ended at step {right['step']} ({right['reason']}), not {left['step']} ({left['reason']})"
-            for name in left["tensors"].keys() | right["tensors"].keys():
-                if left["tensors"].get(name) != right["tensors"].get(name):
-                    parts[_part_of(name)] = False
-            for name in left["values"].keys() | right["values"].keys():
-                if left["values"].get(name) != right["values"].get(name):
-                    parts[_part_of(name)] = False
-            for name in left["history"].keys() | right["history"].keys():
-                tables = [_comparable(end["history"].get(name), ignored) for end in (left, right)]
+                ends = [f"{end['step']} ({end['reason']})" for end in (candidate, reference)]
+                yield f"it ended at step {', not '.join(ends)}"
+            for kind in ("tensors", "values"):
+                for name in reference[kind].keys() | candidate[kind].keys():
+                    if reference[kind].get(name) != candidate[kind].get(name):
+                        parts[_part_of(name)] = False
+            for name in reference["history"].keys() | candidate["history"].keys():
+                tables = [_comparable(end["history"].get(name), ignored) for end in (reference, candidate)]
                 if name not in ignored and tables[0] != tables[1]:
                     parts["best" if "best" in name else "history"] = False
     if unequal := [name for name in _PARTS if not parts.get(name, True)]:
@@ -650,10 +649,10 @@ def _find_suspects(expected: Record, actual: Record, again: Record) -> list[str]
     suspects: dict[tuple[str, str], str] = {}
     for run, rank in itertools.product(expected.runs(), expected.rows):
         ends = [record.last_end(run, rank) for record in (expected, actual, again)]
-        left, right, repeated = ({} if end is None else end["objects"] for end in ends)
-        for name, attributes in left.items() if right else ():
+        reference, candidate, repeated = ({} if end is None else end["objects"] for end in ends)
+        for name, attributes in reference.items() if candidate else ():
             for attribute, value in attributes.items():
-                other = right.get(name, {}).get(attribute)
+                other = candidate.get(name, {}).get(attribute)
                 if value == other or value != repeated.get(name, {}).get(attribute) or " at 0x" in value:
                     continue
                 remedy = _REMEDIES.get(name.split()[0], _REMEDY)

@@ -87,8 +87,8 @@ class Recorder(Callback):
             self._finish(trainer)
 
     def _finish(self, trainer: Any) -> None:
-        named = sorted(trainer.backend.model_tensors().items())
-        weights = {name: gather_to_host(tensor).clone() for name, tensor in named}
+        tensors = sorted(trainer.backend.model_tensors().items())
+        weights = {name: gather_to_host(tensor).clone() for name, tensor in tensors}
         record = {
             "trainer": type(trainer).__name__,
             "precision": trainer.precision.name,

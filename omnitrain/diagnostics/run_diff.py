@@ -137,13 +137,15 @@ def diff_runs(a: Path, b: Path, names: Sequence[str] | None = None) -> RunDiff:
         notes.append(f"the last step is {ends[0]} in {a.name!r} and {ends[1]} in {b.name!r}.")
     equal_to, step, same, differs, values = 0, None, list[str](), list[str](), dict[str, tuple[Any, Any]]()
     for key in common:
-        left, right = rows[0][key], rows[1][key]
-        compared = _compared_names(left, right, source, ignored)
-        differs = [name for name in compared if left[name] != right[name]]
+        row_a, row_b = rows[0][key], rows[1][key]
+        compared = _compared_names(row_a, row_b, source, ignored)
+        differs = [name for name in compared if row_a[name] != row_b[name]]
         if differs:
             step, same = key[0], compared[: compared.index(differs[0])]
             numbers = ("mean_loss",) if source == TRACE_FILE else differs
-            values = {name: (left.get(name), right.get(name)) for name in numbers if left.get(name) != right.get(name)}
+            values = {
+                name: (row_a.get(name), row_b.get(name)) for name in numbers if row_a.get(name) != row_b.get(name)
+            }
             break
         equal_to = key[0]
     before, after = (flatten({name: start[name] for name in start if name not in _PER_START}) for start in records)
@@ -161,15 +163,15 @@ def _losses(rows: Mapping[tuple[int, Any], Mapping[str, Any]]) -> list[tuple[int
 
 
 def _compared_names(
-    left: Mapping[str, Any], right: Mapping[str, Any], source: str, ignored: Iterable[str]
+    row_a: Mapping[str, Any], row_b: Mapping[str, Any], source: str, ignored: Iterable[str]
 ) -> list[str]:
     names = (
-        [*TRACED] if source == TRACE_FILE else [*_LOGGED, *sorted(name for name in left if name.startswith("eval_"))]
+        [*TRACED] if source == TRACE_FILE else [*_LOGGED, *sorted(name for name in row_a if name.startswith("eval_"))]
     )
     return [
         name
         for name in names
-        if name in left and name in right and name not in ignored and not name.endswith(("_per_second", "_runtime"))
+        if name in row_a and name in row_b and name not in ignored and not name.endswith(("_per_second", "_runtime"))
     ]
 
 

@@ -208,7 +208,7 @@ class ChannelNorm(nn.BatchNorm1d):
 
 
 class Attending(nn.Module):
-    """Attention that takes the samples for the sequence, unless it is told."""
+    """Attention that takes the samples for the sequence, unless batch_first says otherwise."""
 
     def __init__(self, batch_first: bool) -> None:
         super().__init__()

@@ -126,8 +126,8 @@ def test_verify_of_a_large_set_is_partial(tmp_path: Path) -> None:
     small_trainer(data=rows(200), save_dir=tmp_path).train()
     result = verify_run(tmp_path, lambda: small_trainer(data=rows(200)))
     assert result.ok and " of 200 samples compared)" in str(result)
-    alone = RunVerification("run", [], [finding for finding in result.findings if finding.kind == "data"], [])
-    assert str(alone).endswith("Nothing that was compared has changed.")
+    unchanged = RunVerification("run", [], [finding for finding in result.findings if finding.kind == "data"], [])
+    assert str(unchanged).endswith("Nothing that was compared has changed.")
 
 
 class Augmented(Dataset[Any]):
