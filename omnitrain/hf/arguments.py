@@ -181,7 +181,6 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "num_workers": ("dataloader_num_workers",),
     "pin_memory": ("dataloader_pin_memory",),
     "prefetch_factor": ("dataloader_prefetch_factor",),
-    "gradient_accumulation_steps": ("gradient_accumulation_steps", "accelerator_config"),
     "log_steps": ("logging_strategy", "logging_steps"),
     "eval_steps": ("eval_strategy", "eval_steps"),
     "save_steps": ("save_strategy", "save_steps"),
@@ -208,8 +207,6 @@ def _user_fields(args: transformers.TrainingArguments, name: str) -> dict[str, A
     known, fields_set = type(args).__dataclass_fields__, {}
     for field in FIELDS.get(name, (name,)):
         value, default = enum_value(getattr(args, field, None)), getattr(known.get(field), "default", None)
-        if field == "accelerator_config":
-            value = accumulation_options(args).get("num_steps")
         default = None if default is dataclasses.MISSING else enum_value(default)
         if value not in (default, {}, derived.get(field, {})):
             fields_set[field] = value
@@ -247,11 +244,18 @@ def merge_training_args(args: transformers.TrainingArguments, kwargs: dict[str, 
             f"`training_args.gradient_accumulation_steps={steps}` and num_steps={num_steps} of their "
             "`accelerator_config` contradict each other. Leave one of them out."
         )
+    args.gradient_accumulation_steps = num_steps or steps  # as in transformers: callbacks and scripts read it
     conflicts = [name for name in ("save_steps", "save_dir") if kwargs.get(name) is not None]
     if conflicts and enum_value(args.save_strategy) == "no":
         raise ConfigError(
             f"`{conflicts[0]}={str(kwargs[conflicts[0]])!r}` contradicts save_strategy='no' of the training arguments. "
             "Set their save_strategy instead."
+        )
+    has_metric = args.metric_for_best_model is not None or kwargs.get("optimization_metric") is not None
+    if enum_value(args.save_strategy) == "best" and not has_metric:
+        raise ConfigError(
+            "`args.metric_for_best_model` must be provided with save_strategy='best', as in transformers. Pass "
+            "'loss', or one of your metrics."
         )
     if args.torch_compile:
         if kwargs.get("compile") not in (None, False):
@@ -446,7 +450,7 @@ def _translate_fields(args: transformers.TrainingArguments) -> dict[str, Any]:
     values |= {
         "epochs": args.num_train_epochs if args.max_steps <= 0 else None,
         "max_steps": args.max_steps if args.max_steps > 0 else None,
-        "gradient_accumulation_steps": accumulation_options(args).get("num_steps") or args.gradient_accumulation_steps,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "shuffle": enum_value(getattr(args, "train_sampling_strategy", "random")) != "sequential",
         "log_steps": _interval(enum_value(args.logging_strategy), args.logging_steps),
         "eval_steps": None if evaluates == "no" else _interval(evaluates, args.eval_steps),

@@ -31,7 +31,7 @@ from omnitrain.core.events import Callback, Control
 from omnitrain.core.files import check_not_link
 from omnitrain.core.history import MetricsDict, write_results
 from omnitrain.core.paths import local_path
-from omnitrain.data.collation import get_labels
+from omnitrain.data.collation import get_labels, move_to_device
 from omnitrain.data.sets import is_dict_of_sets
 from omnitrain.hf.arguments import resolve_alias, scheduler_factory
 from omnitrain.hf.callbacks import CombinedControl
@@ -607,10 +607,8 @@ class TransformersAPI(BaseTrainer):
     def _forward_for_training(self, model: nn.Module, batch: Any) -> StepOutput:
         if "compute_loss" not in self._overridden:
             return super()._forward(model, batch)
-        labels, weight = get_labels(batch, self.settings.label_names or ()), self._step.weight
-        weight = min(weight, 1) if self.grad_reduction == "sum" else weight  # then it returns a sum
-        count = int(weight) if weight == int(weight) else weight
-        loss, _, metrics = self._custom_loss(model, batch, num_items_in_batch=count or None)
+        labels = get_labels(batch, self.settings.label_names or ())
+        loss, _, metrics = self._custom_loss(model, batch, self._step.weight)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ConfigError(
                 f"{type(self).__name__}.compute_loss must return a scalar tensor, the mean loss of the batch, got "
@@ -618,10 +616,17 @@ class TransformersAPI(BaseTrainer):
             )
         return StepOutput(loss.reshape(()), None, labels, metrics=metrics)
 
-    def _custom_loss(self, model: nn.Module, batch: Any, **options: Any) -> tuple[Any, Any, dict[str, Any] | None]:
-        """Return loss, outputs and metrics to log from a subclass's `compute_loss`."""
+    def _custom_loss(
+        self, model: nn.Module, batch: Any, weight: float, return_outputs: bool = False
+    ) -> tuple[Any, Any, dict[str, Any] | None]:
+        """Return loss, outputs and metrics to log from a subclass's `compute_loss`.
+
+        With `grad_reduction="sum"` it returns a sum, and so it does where no label counts.
+        """
         self._loss_metrics = None
-        result = self.compute_loss(model, _shallow_copy(batch), **options)
+        count = 1 if self.grad_reduction == "sum" else weight or 1
+        count = int(count) if count == int(count) else count
+        result = self.compute_loss(model, _shallow_copy(batch), return_outputs, num_items_in_batch=count)
         if isinstance(result, StepOutput):
             if result.num_targets is not None:
                 raise ConfigError(
@@ -641,7 +646,8 @@ class TransformersAPI(BaseTrainer):
         needs_loss = labels is not None or not evaluation.is_predicting
         metrics = None
         if "compute_loss" in self._overridden and needs_loss:
-            loss, outputs, metrics = self._custom_loss(model, batch, return_outputs=True)
+            weight = self._weigh(move_to_device(batch, torch.device("cpu")))
+            loss, outputs, metrics = self._custom_loss(model, batch, weight, return_outputs=True)
         elif isinstance(self.unit, ModelUnit):
             loss, outputs, metrics = self.unit.run(model, batch)
         else:

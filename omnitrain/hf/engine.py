@@ -240,7 +240,7 @@ class Engine(SearchTrainer):
             return None
         state = self.current_state()
         for name in ("logging_steps", "eval_steps", "save_steps"):  # our callbacks have the intervals
-            setattr(state, name, getattr(self.args, name))
+            setattr(state, name, getattr(self.args, name) or getattr(state, name))  # without evaluations None
         folder = self.scratch / "start"
         folder.mkdir(exist_ok=True)
         state.save_to_json(str(folder / "trainer_state.json"))
@@ -514,6 +514,8 @@ class Engine(SearchTrainer):
             callbacks = [callback for callback in self.stateful_callbacks() if type(callback).__name__ == name]
             states_of_name = state if isinstance(state, list) else [state]
             for callback, state_of_callback in zip(callbacks, states_of_name, strict=False):
+                if self.args.restore_callback_states_from_checkpoint:
+                    vars(callback).update(vars(type(callback)(**state_of_callback.get("args", {}))))
                 vars(callback).update(state_of_callback.get("attributes", {}))
             is_ours = name in (type(self.control).__name__, transformers.EarlyStoppingCallback.__name__)
             if len(callbacks) < len(states_of_name) and not is_ours:

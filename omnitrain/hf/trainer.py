@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, Unpack, cast
 
@@ -29,6 +29,7 @@ from omnitrain.arguments import (
 from omnitrain.backends.accelerators import build_backend, check_lost_processes, merge_precision
 from omnitrain.backends.backend import Backend
 from omnitrain.backends.deepspeed import deepspeed_scheduler
+from omnitrain.callbacks.early_stopping import EarlyStopping
 from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.compute.precision import choose_device
 from omnitrain.compute.random_state import isolated_rng
@@ -36,7 +37,7 @@ from omnitrain.core.duration import Duration, Interval
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Algorithm, Callback
 from omnitrain.core.paths import run_folder
-from omnitrain.data.collation import Collator
+from omnitrain.data.collation import IGNORED_LABEL, Collator
 from omnitrain.data.loaders import MapLoader
 from omnitrain.data.sets import Columns, Sets
 from omnitrain.distributed.ranks import Ranks
@@ -69,17 +70,25 @@ from omnitrain.hf.evaluation import HFEvaluation, make_generation
 from omnitrain.hf.files import check_stock_checkpoints
 from omnitrain.hf.label_smoothing import set_smoothed_loss
 from omnitrain.hf.search import Trial, record_arguments, transfer_callbacks
+from omnitrain.model.losses import shifts_by_default
 from omnitrain.model.units import ModelUnit, StepOutput, forward_names, without_effect
 from omnitrain.optim.schedules import NAMED, RunLength, Schedule
 from omnitrain.trainer import hooks
 
-# Hooks that transformers' loop does not call, and their alternatives.
+_FILES_OF_CHECKPOINTS = "a callback's on_save, for more files in the folder checkpoint-<step>"
+# Hooks that transformers' loop does not call, here or at all, and their alternatives.
 NEVER_CALLED = {
     "_fit": "HFTrainer's own; transformers' loop is Engine.train",
     "_train_epoch": "engine_class, as a subclass of Engine that overrides `_run_epoch`",
     "_train_step": "engine_class, as a subclass of Engine that overrides `training_step`",
     "_optimizer_step": "a callback's on_before_optimizer_step",
     "_answer_requests": "a callback",
+    "_evaluate": "`evaluate`",
+    "_get_train_sampler": "`get_train_dataloader`, which returns a loader with that sampler,",
+    "_get_eval_sampler": "`get_eval_dataloader`, which returns a loader with that sampler,",
+    "_prepare_inputs": "`_prepare_batch`, which takes and returns a batch,",
+    "_save": _FILES_OF_CHECKPOINTS,
+    "_save_checkpoint": _FILES_OF_CHECKPOINTS,
 }
 
 _DATA_METHODS = ("__getitem__", "__iter__", "__len__")
@@ -274,7 +283,7 @@ class HFTrainer(TransformersAPI):
             train_dataset: Map-style dataset, iterable, tensors, or a `DataLoader`; None to evaluate only.
             eval_dataset: The same, or a dict of named sets; its evaluations select the best checkpoint.
             test_dataset: The same, for `test()`; never used to select anything.
-            compute_loss_func: transformers' name for `loss_fn`; called with num_items_in_batch=None.
+            compute_loss_func: transformers' name for `loss_fn`; gets `num_items_in_batch` of its batch, too.
             optimizers: transformers' pair of optimizer and schedule.
             optimizer_cls_and_kwargs: transformers' pair of an optimizer's class and its options.
             model_init: Returns a new model for each fresh `train()` and for each trial of a search.
@@ -371,9 +380,9 @@ class HFTrainer(TransformersAPI):
             kwargs |= {"save_dir": training_args.output_dir} if kwargs.get("save_dir") is not None else {}
         self.training_args = training_args
         self._stock_checkpoints = kwargs.pop("stock_checkpoints", False)
-        self._initial_args = {} if training_args is None else dict(vars(training_args))
         explicit = {name for name, value in kwargs.items() if value is not None or name == "max_grad_norm"}
         self._merge_stock_arguments(kwargs)
+        self._initial_args = {} if training_args is None else dict(vars(training_args))
         self._user_arguments = {*kwargs, *FIELDS, "learning_rate", "weight_decay"}
         self._replaces_earlier_run = False
         if training_args is not None:
@@ -405,6 +414,8 @@ class HFTrainer(TransformersAPI):
         _check_model_init(model, self.model_init, kwargs)
         if self.model_init is not None:
             model = self._new_model(kwargs.get("seed", 42), self._engine_args.device)
+        if isinstance(kwargs.get("loss_fn"), _CountedLoss):
+            kwargs["loss_fn"].skips_first = shifts_by_default(model)
         set_smoothed_loss(training_args, model, kwargs)
         merge_activation_checkpointing(self._engine_args, model, kwargs)
         reject_fp16_on_cpu(training_args, self._engine_args.device)
@@ -450,7 +461,7 @@ class HFTrainer(TransformersAPI):
         kwargs.pop("optimizer_cls_and_kwargs", None)
         if loss is not None:
             resolve_alias("loss_fn", kwargs.get("loss_fn"), "compute_loss_func", loss)
-            kwargs["loss_fn"] = functools.partial(loss, num_items_in_batch=None)
+            kwargs["loss_fn"] = _CountedLoss(loss, num_items_in_batch=None)  # which earlier checkpoints compare
         if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
             raise ConfigError(f"`optimizers` must be a pair of optimizer and schedule, got {optimizers!r:.200}.")
         fill_arguments(dict(zip(("optimizer", "lr_scheduler"), optimizers, strict=True)), kwargs, "`optimizers`")
@@ -650,6 +661,21 @@ class HFTrainer(TransformersAPI):
             self._reinitialize_model()
         super()._begin_run(resumes, is_live)
 
+    def _start_run(self, resume_from: Any, allow_change: Collection[str]) -> None:
+        super()._start_run(resume_from, allow_change)
+        if self._engine_args.restore_callback_states_from_checkpoint and self._checkpointer.is_resuming:
+            self._restore_early_stopping()
+
+    def _restore_early_stopping(self) -> None:
+        """Restore the patience and threshold of transformers' early stopping, which ours replaces."""
+        states: Any = self.engine.current_state().stateful_callbacks
+        state = states.get(transformers.EarlyStoppingCallback.__name__, {})
+        state = state[0] if isinstance(state, list) else state
+        for callback in self.lifecycle.callbacks:
+            if isinstance(callback, EarlyStopping) and state:
+                callback.patience = state["args"]["early_stopping_patience"]
+                self.objective.delta = state["args"]["early_stopping_threshold"] or 0.0
+
     def _reinitialize_model(self) -> None:
         """Start with a new model, engine and optimizer."""
         old_engine = self.engine
@@ -665,6 +691,21 @@ class HFTrainer(TransformersAPI):
     def resolved_config(self) -> dict[str, Any]:
         """Return every setting in force, as JSON types."""
         return {**super().resolved_config(), "order_seed": self._order_seed}
+
+
+class _CountedLoss(functools.partial[Any]):
+    """A `compute_loss_func`, which gets the number of labels of its batch: a sum divided by it is the mean."""
+
+    skips_first = False
+    """Whether the first label of each row does not count, as nothing predicts it."""
+
+    def __call__(self, outputs: Any, labels: Any) -> Any:
+        """Return the user's loss of a batch."""
+        count = None
+        if isinstance(labels, torch.Tensor):
+            counted = labels[..., 1:] if self.skips_first and labels.ndim > 1 else labels
+            count = counted.ne(IGNORED_LABEL).sum()
+        return self.func(outputs, labels, num_items_in_batch=count)
 
 
 def _unused_loss(*args: Any, **kwargs: Any) -> Any:

@@ -208,6 +208,7 @@ def accumulation(**options: Any) -> dict[str, Any]:
         ({"eval_strategy": "steps", "eval_steps": 5}, {"eval_steps": 7}, ["eval_steps=7", "eval_steps=5"]),
         ({"save_strategy": "no"}, {"save_steps": 7, "save_dir": "x"}, ["save_steps='7'", "save_strategy='no'"]),
         ({"save_strategy": "no"}, {"save_dir": "x"}, ["save_dir='x'", "save_strategy='no'"]),
+        ({"save_strategy": "best"}, {}, ["metric_for_best_model` must be provided with save_strategy='best'"]),
         (
             {"save_strategy": "best", "metric_for_best_model": "loss"}, {"save_steps": 7},
             ["save_steps=7", "save_strategy='best'"],

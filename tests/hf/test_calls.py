@@ -477,6 +477,35 @@ def test_compute_loss_gives_the_same_numbers_in_every_split() -> None:
     assert distance(*results) < 1e-12
 
 
+def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    """The sum over the labels of a batch, divided by their number."""
+    loss = F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum")
+    return loss / num_items_in_batch
+
+
+def test_items_of_a_batch_turn_a_sum_into_a_mean() -> None:
+    """Also in evaluations, and of a batch in which no label counts."""
+
+    class Summed(HFTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None):
+            outputs = model(**inputs)
+            loss = summed(outputs, inputs["labels"], num_items_in_batch)
+            return (loss, outputs) if return_outputs else loss
+
+    sentences = [dict(Sentences(24)[index]) for index in range(24)]
+    sentences[3]["labels"] = torch.full_like(sentences[3]["labels"], -100)
+    results = []
+    for kind, options in ((HFTrainer, {}), (Summed, {}), (HFTrainer, {"compute_loss_func": summed})):
+        trainer = fit(
+            kind(Tagger(), train_dataset=sentences, batch_size=1, gradient_accumulation_steps=4, epochs=1,
+                 learning_rate=0.05, progress_bar=False, **options)
+        )  # fmt: skip
+        results.append((weights(trainer.model), trainer.evaluate(Sentences(8))["eval_loss"]))
+    (plain, loss), *others = results
+    for other, other_loss in others:
+        assert distance(plain, other) < 1e-6 and other_loss == pytest.approx(loss)
+
+
 # --- other methods of subclasses
 
 

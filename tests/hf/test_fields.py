@@ -145,9 +145,10 @@ def test_input_tokens_are_counted_as_by_a_stock_trainer(arguments: Any, value: A
 
 def test_accelerator_config_sets_the_accumulation(arguments: Any) -> None:
     args = arguments(accelerator_config=ACCUMULATION, max_steps=-1, num_train_epochs=1)
-    for _ in range(2):  # the settings of the user stay unchanged, for a second trainer
+    for _ in range(2):  # the same settings can be used for a second trainer
         trainer = trained(HFTrainer, args, train_dataset=Tokens(16, "classes"))
         assert (trainer.gradient_accumulation_steps, trainer.progress.step) == (2, 2)
+        assert trainer.args.gradient_accumulation_steps == 2  # as in transformers
 
 
 def test_accelerator_config_sets_the_exchange_of_each_batch(arguments: Any) -> None:
@@ -332,19 +333,36 @@ class Patient(transformers.TrainerCallback, ExportableState):
 
 
 @pytest.mark.parametrize("restores", thinned([False, True], [False]))
-def test_callback_states_are_restored_without_arguments(
+def test_callback_states_are_restored(
     arguments: Any, restores: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without pickle, and also of a run that has finished."""
+    """Without pickle, and also of a run that has finished; arguments if the training arguments request it."""
     monkeypatch.setattr(torch, "load", None)
     fields = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
     args = arguments(**fields, restore_callback_states_from_checkpoint=restores)
-    trained(HFTrainer, args, callbacks=[Patient(1), Patient(2), StopAt(2)])
+    first = trained(HFTrainer, args, callbacks=[Patient(1), Patient(2), StopAt(2)])
     for _ in range(2):
         callbacks = [Patient(3), Patient(4)]
         trainer = trained(HFTrainer, args, resume="auto", callbacks=callbacks)
-        assert [(each.count, each.patience) for each in callbacks] == [(3, 3), (3, 4)]
+        patience = (1, 2) if restores else (3, 4)
+        assert [(each.count, each.patience) for each in callbacks] == [(3, patience[0]), (3, patience[1])]
         assert [row["step"] for row in trainer.state.log_history if "loss" in row] == [1, 2, 3]
+        assert trainer.state.eval_steps == first.state.eval_steps
     assert "the state of a callback" not in caplog.text
     trained(HFTrainer, args, resume=f"{args.output_dir}/checkpoint-2")
     assert "the state of a callback 'Patient', which is not among the callbacks" in caplog.text
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_early_stopping_is_restored_with_its_patience(arguments: Any, restores: bool) -> None:
+    fields = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    args = arguments(
+        **fields, max_steps=4, learning_rate=0.0, metric_for_best_model="loss",
+        restore_callback_states_from_checkpoint=restores,
+    )  # fmt: skip
+    steps = []
+    for patience, resume in ((9, None), (1, f"{args.output_dir}/checkpoint-3")):
+        stopping = transformers.EarlyStoppingCallback(patience)
+        options = {"callbacks": [stopping], "eval_dataset": Tokens(8, "classes")}
+        steps.append(trained(HFTrainer, args, resume=resume, **options).progress.step)
+    assert steps == [4, 4 if restores else 3]

@@ -78,13 +78,13 @@ FOREIGN = r"Foreign is a transformers.Trainer with its own loop.*other.data_coll
     [
         *[
             ((HFTrainer,), {name: lambda self, *args: None}, f"overrides {name} of transformers.Trainer.*engine_class")
-            for name in ("evaluation_loop", "get_batch_samples", "floating_point_ops", "_prepare_inputs")
+            for name in ("evaluation_loop", "get_batch_samples", "floating_point_ops", "_wrap_model")
         ],
         *[
             ((HFTrainer,), {name: lambda self: None}, f"{name}, which transformers' loop never calls. Use .* instead")
             for name in NEVER_CALLED
         ],
-        ((MIXIN, HFTrainer), {}, "overrides _save_checkpoint of transformers.Trainer"),
+        ((MIXIN, HFTrainer), {}, "_save_checkpoint, which .* never calls. Use a callback's on_save, for more files"),
         ((HFTrainer, Foreign), {}, FOREIGN),
         ((Foreign, HFTrainer), {}, FOREIGN),
         ((HFTrainer,), {"engine_class": Foreign}, FOREIGN),
