@@ -13,6 +13,7 @@ from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Callback, TrainerLike
 from omnitrain.core.foreign_names import explain_call
 from omnitrain.core.progress import Progress
+from omnitrain.data.stateful import has_state
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -59,7 +60,7 @@ class EarlyStopping(Callback):
     def on_train_start(self, trainer: TrainerLike) -> None:
         """End a resumed run at once if its patience has run out, or if its stopper ended it."""
         has_attributes = bool(getattr(self.stopper, "__dict__", None)) and not inspect.isroutine(self.stopper)
-        if trainer.save_dir is not None and has_attributes and not self._has_state:
+        if trainer.save_dir is not None and has_attributes and not has_state(self.stopper):
             logger.warning(
                 "The early stopper %s has attributes, but no `state_dict()` and `load_state_dict(state)`: its "
                 "counts start over if the run is resumed.", type(self.stopper).__name__,
@@ -81,12 +82,8 @@ class EarlyStopping(Callback):
         if stops:
             trainer.stop("early_stopping")
 
-    @property
-    def _has_state(self) -> bool:
-        return all(callable(getattr(self.stopper, name, None)) for name in ("state_dict", "load_state_dict"))
-
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"stopper": self.stopper.state_dict()} if self._has_state else {}  # type: ignore[union-attr]
+        state: dict[str, Any] = {"stopper": self.stopper.state_dict()} if has_state(self.stopper) else {}  # type: ignore[union-attr]
         if isinstance(self.patience, Duration) and self.gained_at is not None:
             state["gained_at"] = self.gained_at.state_dict()
         return state if self.stopped_at is None else {**state, "stopped_at": self.stopped_at}
@@ -94,7 +91,7 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stopped_at = None if self.stopper is None else state.get("stopped_at")
         self.gained_at = Progress.from_state(state["gained_at"]) if "gained_at" in state else None
-        if self._has_state and "stopper" in state:
+        if has_state(self.stopper) and "stopper" in state:
             self.stopper.load_state_dict(state["stopper"])  # type: ignore[union-attr]
 
     def _is_out_of_patience(self, trainer: TrainerLike) -> bool:

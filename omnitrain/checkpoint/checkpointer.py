@@ -37,6 +37,7 @@ from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.tensor_files import total_bytes
 from omnitrain.checkpoint.writing import BackgroundSave, Writer
 from omnitrain.core.errors import CheckpointError, ConfigError, Tolerance, is_disk_error
+from omnitrain.core.events import Event
 from omnitrain.core.files import check_free_space, check_writable
 from omnitrain.core.history import HistoryEncoder
 from omnitrain.core.paths import is_address, local_path
@@ -45,6 +46,8 @@ from omnitrain.distributed.ranks import Ranks
 from omnitrain.optim.build import optimizers_among
 
 logger: logging.Logger = logging.getLogger("omnitrain")
+
+_UPLOADS = "the end of the uploads"
 
 
 @contextlib.contextmanager
@@ -71,7 +74,7 @@ def locked(
     def release() -> None:
         try:
             at_end()
-            _finish(store, ranks)  # after an error of the run, which it does not replace
+            store.finish(ranks.count_progress)  # after an error of the run, which it does not replace
         except CheckpointError as error:
             logger.error("%s", error)
         finally:
@@ -81,21 +84,7 @@ def locked(
     if ranks.is_main:
         exit_stack.callback(release)
     yield
-    finish_uploads(store, ranks)
-
-
-def finish_uploads(store: Store, ranks: Ranks) -> None:
-    """Wait until the main rank has uploaded everything; raises its error on all ranks."""
-    ranks.on_main("the end of the uploads", functools.partial(_finish, store, ranks))
-
-
-def _finish(store: Store, ranks: Ranks) -> None:
-    """Wait on the main rank for the uploads, which count as progress for the watchdog."""
-
-    def tick() -> None:
-        ranks.progress_count += 1
-
-    store.finish(tick)
+    ranks.on_main(_UPLOADS, functools.partial(store.finish, ranks.count_progress))
 
 
 @dataclass(slots=True)
@@ -203,7 +192,7 @@ class Checkpointer:
         with self._trainer.ranks.in_phase("save"):
             self.await_background()
             lifecycle = self._lifecycle
-            lifecycle.begin_save()
+            lifecycle.emit(Event.SAVE_START)
             # a resumed run evaluates first, and then saves again with the score
             lifecycle.pending_save = lifecycle.pending_evaluation and (lifecycle.pending_save or history is None)
             snapshot = self._snapshot(history)
@@ -228,12 +217,13 @@ class Checkpointer:
         if self.store is None:
             raise ConfigError("A checkpoint needs `save_dir`, which is not given. Pass it to the constructor.")
         self.await_background()
-        self._lifecycle.begin_save()
+        self._lifecycle.emit(Event.SAVE_START)
         snapshot = self._snapshot()
         snapshot.payload["for_best"] = False
         path = self._commit(snapshot, self._writer.write(self.store, snapshot))
         if not self._lifecycle.is_running:
-            finish_uploads(self.store, self._trainer.ranks)
+            ranks = self._trainer.ranks
+            ranks.on_main(_UPLOADS, functools.partial(self.store.finish, ranks.count_progress))
         return path
 
     @property

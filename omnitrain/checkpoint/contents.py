@@ -44,8 +44,8 @@ from omnitrain.core.events import Algorithm, TrainerLike, restore_with_undo
 from omnitrain.core.progress import Progress
 from omnitrain.data.loaders import MapLoader, StreamLoader
 from omnitrain.data.sets import Sets
-from omnitrain.data.stateful import check_parts, data_parts, preserve_state, stateful_parts
-from omnitrain.data.streams import StreamPosition, check_state, has_state
+from omnitrain.data.stateful import check_parts, data_parts, has_state, preserve_state, stateful_parts
+from omnitrain.data.streams import StreamPosition, check_state
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.optim.build import ScheduleLR
 
@@ -193,14 +193,10 @@ class Contents:
     def describe_start(self) -> dict[str, Any]:
         """Return what `run.json` has of a start in addition to its record: settings and digests of data and code."""
         assert self._identity is not None
-        data = summarize_data(self._identity["data"])
-        return {"data": data, "code": self._identity["code"], "settings": self._settings()}
-
-    def _settings(self) -> dict[str, Any]:
-        """Return all settings without the folder of the run, which can be moved."""
         settings = self._trainer.resolved_config()
-        del settings["save_dir"]
-        return settings
+        del settings["save_dir"]  # the folder can be moved
+        data = summarize_data(self._identity["data"])
+        return {"data": data, "code": self._identity["code"], "settings": settings}
 
     def differences(self, content: Mapping[str, Any]) -> list[Difference]:
         """Return the differences of data and code from a checkpoint's."""
@@ -224,8 +220,10 @@ class Contents:
         if tensors and not payload["only_model"]:
             files[STATES] = tensors
         payload |= self._capture_history(history) | states
+        settings = self._trainer.resolved_config()
+        del settings["save_dir"]
         payload |= {
-            "settings": self._settings(),
+            "settings": settings,
             "identity": self._identity,
             "record": None if self.record is None else self.record.to_dict(),
             "world_size": self._trainer.ranks.world_size,
@@ -296,19 +294,22 @@ class Contents:
         scheduler, loader = trainer.lr_scheduler, self._sets.train
         schedule = None if scheduler is None else state_dicts.to_json(scheduler.state_dict(), "scheduler")
         is_map = isinstance(loader, MapLoader)
-        drawn = list(map(GENERATORS.index, loader.fetch.drawn)) if is_map else []
+        drawn = set(map(GENERATORS.index, loader.fetch.drawn)) if is_map else set[int]()
         gathered = ranks.gather_on_main(
             "the random numbers for a checkpoint", [(*state_dicts.rng_tensors(trainer.device), drawn)]
         )
         files[RNG], payload["rng"] = {}, []
         for rank, ((generators, rest, _),) in enumerate(ranks.one_per_share(gathered)):
-            files[RNG] |= {f"{rank}/{name}": tensor for name, tensor in generators.items()}
+            for name, tensor in generators.items():
+                files[RNG][f"{rank}/{name}"] = tensor
             payload["rng"].append(rest)
+        for ((_, _, drawn_there),) in gathered:
+            drawn |= drawn_there
         payload |= {
             "scheduler": schedule,
             "scaler": state_dicts.to_json(backend.scaler.state_dict(), "scaler"),
             # the generators from which the data draw, and the kind of order
-            "drawn": sorted({generator for (state,) in gathered for generator in state[-1]}),
+            "drawn": sorted(drawn),
             "order": "keyed" if is_map and loader.sampler.is_keyed else "drawn",
         }
         return files, payload
@@ -744,7 +745,7 @@ class Contents:
         The tensors in the state are added to `tensors`.
         """
         loader, progress, ranks = self._sets.train, self._lifecycle.progress, self._trainer.ranks
-        if loader is None:
+        if loader is None or isinstance(loader, MapLoader):
             return None
         position = loader.position_at(progress.epoch, progress.samples_in_epoch, progress.batches_in_epoch)
         if loader.is_split:

@@ -154,20 +154,20 @@ class Writer:
             CheckpointError: If it could not be written; on all ranks.
         """
         ranks, report = self._trainer.ranks, store.reporting_errors(snapshot.step)
-        if not _find_sharded(snapshot.files):  # only the main rank needs the folder, so one exchange is enough
-            write = functools.partial(self._write_full, store, snapshot)
-            ranks.on_main("the writing of a checkpoint", report(write))
+        files, sharded = _arrange(snapshot.files)
+
+        def write_full() -> None:
+            with store.saving(snapshot.step) as folder:
+                self._commit(store, snapshot, folder, files, {})
+
+        if not sharded:  # only the main rank needs the folder, so one exchange is enough
+            ranks.on_main("the writing of a checkpoint", report(write_full))
             return store.path(snapshot.step)
         with contextlib.closing(self._phases(store, snapshot, stages=False)) as phases:
             phase: Callable[[], object] | Path = next(phases)
             while not isinstance(phase, Path):
                 phase = _finish_phase(ranks, phases, report(phase))
         return phase
-
-    def _write_full(self, store: Store, snapshot: Snapshot) -> None:
-        """Write a checkpoint without sharded tensors on this rank."""
-        with store.saving(snapshot.step) as folder:
-            self._commit(store, snapshot, folder, _largest_first(snapshot.files), {})
 
     def begin(self, store: Store, snapshot: Snapshot) -> BackgroundSave:
         """Copy a snapshot to host memory, and start to write it in the background.
@@ -183,8 +183,7 @@ class Writer:
 
     def _phases(self, store: Store, snapshot: Snapshot, stages: bool) -> Phases:
         """Yield the work of this rank that writes a snapshot, of which it `stages` a copy if training continues."""
-        ranks, files = self._trainer.ranks, _largest_first(snapshot.files)
-        sharded = _find_sharded(files)
+        ranks, (files, sharded) = self._trainer.ranks, _arrange(snapshot.files)
 
         def begin() -> Path:
             folder = stack.enter_context(store.saving(snapshot.step))
@@ -325,11 +324,10 @@ class Writer:
         return total_bytes(weights) <= LARGEST_FILE
 
 
-def _largest_first(files: Files) -> Files:
-    """Return the files in the order in which they are written, two at once."""
-    return dict(sorted(files.items(), key=lambda item: (-total_bytes(item[1]), item[0])))
-
-
-def _find_sharded(files: Files) -> list[str]:
-    """Return the names of the files with tensors that are sharded."""
-    return [file for file, tensors in files.items() if any(map(is_sharded, tensors.values()))]
+def _arrange(files: Files) -> tuple[Files, list[str]]:
+    """Return the files, the largest first as two are written at once, and the names of those with sharded tensors."""
+    ordered, sharded = dict(sorted(files.items(), key=lambda item: (-total_bytes(item[1]), item[0]))), list[str]()
+    for file, tensors in ordered.items():
+        if any(map(is_sharded, tensors.values())):
+            sharded.append(file)
+    return ordered, sharded

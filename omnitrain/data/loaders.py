@@ -34,8 +34,8 @@ from omnitrain.data.sampling import (
     tables_to_arrays,
     tensor_columns,
 )
-from omnitrain.data.stateful import preserve_state, snapshot
-from omnitrain.data.streams import Stream, StreamPosition, can_seek, has_state
+from omnitrain.data.stateful import has_state, preserve_state, snapshot
+from omnitrain.data.streams import Stream, StreamPosition, can_seek
 from omnitrain.data.workers import outlive_signals, report_dead_workers, start_workers, stop_workers, watch_workers
 
 logger: logging.Logger = logging.getLogger("omnitrain")

@@ -19,7 +19,6 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from omnitrain.arguments import Settings
 from omnitrain.core.errors import ConfigError
-from omnitrain.data.streams import has_state
 
 
 class _ModuleState:
@@ -39,6 +38,11 @@ class _ModuleState:
         if state.keys() != self._names:
             raise KeyError(f"expected {sorted(self._names)}, got {sorted(state)}")
         self._module.load_state_dict(state, strict=False)
+
+
+def has_state(part: Any) -> bool:
+    """Whether a part of a run, such as a stream or a collator, has `state_dict` and `load_state_dict`."""
+    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
 
 
 def data_parts(settings: Settings) -> dict[str, Any]:

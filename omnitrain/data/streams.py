@@ -16,6 +16,7 @@ from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_gener
 from omnitrain.core.errors import CheckpointError, describe_samples
 from omnitrain.core.events import restore_with_undo
 from omnitrain.data.sampling import CountedBatch, MicrobatchLayout, ReadOptions, share, stop_iteration_error
+from omnitrain.data.stateful import has_state
 
 
 class StreamPosition(NamedTuple):
@@ -136,11 +137,6 @@ def can_seek(dataset: Any) -> bool:
         return True
     exact = tuple(map(int, package.__version__.split(".")[:2])) >= (5, 1)
     return exact and not _has_buffer(getattr(dataset, "_ex_iterable", None))
-
-
-def has_state(data: Any) -> bool:
-    """Whether a stream or a loader has the methods `state_dict` and `load_state_dict`."""
-    return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
 
 
 def check_state(dataset: Any, state: Any, where: str) -> None:

@@ -348,6 +348,7 @@ class BaseTrainer(Hooks, ABC):
         if name in vars(self).get("fixed_settings", ()):
             reject_assignment(self, name, value)
         super().__setattr__(name, value)
+        vars(self)["_described"] = value if name == "_described" else {}
 
     def _construct(self, arguments: dict[str, Any], ranks: Ranks | None = None) -> None:
         """Build the trainer."""
@@ -404,7 +405,8 @@ class BaseTrainer(Hooks, ABC):
             reject_class("callbacks", callback)
         self._callbacks += make_loggers(settings.loggers, self._callbacks, settings.save_dir is not None)
         self._initial = InitialOptions()
-        self._described: tuple[list[Any], dict[str, Any]] = [], {}
+        # What `resolved_config` has described, since the latest assignment to the trainer.
+        self._described: dict[str, Any] = {}
         self.lr_scheduler: Any = None
         self.device: torch.device = self._choose_device(settings.device)
         self.gradient_accumulation_steps = resolve_accumulation(settings, self.ranks.data.size)
@@ -627,6 +629,7 @@ class BaseTrainer(Hooks, ABC):
                 "`train()` was called within `train()`, by a callback or a hook of this trainer. A callback can call "
                 "request_evaluate(), request_save() or stop(); another run needs another trainer."
             )
+        self._described = {}  # PyTorch's precision of products may have changed
         if overrides.is_active():
             resume_from = overrides.override_run(self, resume_from, more)
         with (
@@ -998,9 +1001,15 @@ class BaseTrainer(Hooks, ABC):
 
     def resolved_config(self) -> dict[str, Any]:
         """Return every setting in force, as JSON types."""
-        settings, sources = self.settings, [self.settings, *self._callbacks]
-        if list(map(id, sources)) != list(map(id, self._described[0])):  # seldom, though each load and save needs it
-            fixed = {
+        loader = self._sets.train
+        # whatever is assigned clears it, see `__setattr__`; the rest may change without an assignment
+        key = getattr(loader, "size", None), id(loader), *map(id, self._callbacks)
+        if self._described.get("key") != key:
+            settings, has_updates = self.settings, loader is not None or self._loop.has_custom_epoch
+            plain = settings.to_dict()
+            if isinstance(settings.save_dir, str):  # an address, which may have credentials
+                plain["save_dir"] = mask_text(settings.save_dir)
+            plain |= {
                 "algorithm_options": constructor_arguments(self.algorithms),
                 "autocast": self.precision.name,
                 "batch_size": self.batch_size,
@@ -1011,23 +1020,21 @@ class BaseTrainer(Hooks, ABC):
                 "gradient_accumulation_steps": self.gradient_accumulation_steps,
                 "global_batch_size": settings.global_batch_size or samples_of_step(settings, self._sets.share.size),
             }
-            if isinstance(settings.save_dir, str):  # an address, which may have credentials
-                fixed["save_dir"] = mask_text(settings.save_dir)
-            plain = describe_all({**settings.to_dict(), **fixed})
-            self._described = sources, {"trainer": describe(type(self)), "model": "", **plain}
-        has_updates = self.train_loader is not None or self._loop.has_custom_epoch
-        return {
-            **self._described[1],
-            "model": describe(state_dicts.class_of(self.model)),
-            "matmul_precision": self.precision.matmul or matmul_precision(),
-            "optimization_direction": self.objective.direction,
-            "optimizer": describe(self.optimizer) if has_updates else None,
-            "optimizer_groups": self._initial.optimizer,
-            "lr_scheduler_options": self._initial.schedule,
-            "samples_per_epoch": self._sets.train_size,
-            "total_steps": self.total_steps,
-            "unit": describe(self.unit),
-        }
+            content = {
+                "trainer": describe(type(self)),
+                "model": describe(state_dicts.class_of(self.model)),
+                **describe_all(plain),
+                "matmul_precision": self.precision.matmul or matmul_precision(),
+                "optimization_direction": self.objective.direction,
+                "optimizer": describe(self.optimizer) if has_updates else None,
+                "optimizer_groups": self._initial.optimizer,
+                "lr_scheduler_options": self._initial.schedule,
+                "samples_per_epoch": self._sets.train_size,
+                "total_steps": self.total_steps,
+                "unit": describe(self.unit),
+            }
+            self._described = {"key": key, "content": content}
+        return dict(self._described["content"])
 
     # --- what the trainer has
 

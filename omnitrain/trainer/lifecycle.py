@@ -1,6 +1,6 @@
 """The lifecycle of a run: its events, progress and history.
 
-A loop is anything that calls `begin_train, begin_epoch, begin_step, end_step, end_epoch, evaluated, begin_save, saved,
+A loop is anything that calls `begin_train, begin_epoch, begin_step, end_step, end_epoch, evaluated, saved,
 logged, end_train` in the order shown in `Event`. Nothing here trains, evaluates or saves, or imports torch.
 """
 
@@ -469,10 +469,6 @@ class Lifecycle:
         )
         self.tick()
         self.emit(Event.EVAL_END, metrics)
-
-    def begin_save(self) -> None:
-        """Emit SAVE_START before the state of the run is captured for a checkpoint."""
-        self.emit(Event.SAVE_START)
 
     def saved(self, path: Path) -> None:
         """Record a complete checkpoint, and emit SAVE_END."""
