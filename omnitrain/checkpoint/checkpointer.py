@@ -31,7 +31,6 @@ from omnitrain.checkpoint.eval_weights import EvalWeights
 from omnitrain.checkpoint.fingerprints import IDENTITIES
 from omnitrain.checkpoint.manifest import find_with_shared_hashing
 from omnitrain.checkpoint.model_files import FROZEN
-from omnitrain.checkpoint.run_record import CONFIG_FILE, write_config
 from omnitrain.checkpoint.setting_changes import DECIDING, changed_options, changed_settings
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.tensor_files import total_bytes
@@ -286,12 +285,9 @@ class Checkpointer:
         """Compute the fingerprints of data and code for the checkpoints of the run, and record this start."""
         if self.store is None:
             return
-        self._contents.record_start(None if self.resumed is None else self.resumed.folder.name)
-        if self._contents.record is not None:
-            folder, details = self.store.root, self._contents.describe_start()
-            replaces_all = self._trainer.settings.overwrite and not self.is_resuming
-            self._contents.record.write(folder, details, replaces_all)
-            write_config(folder / CONFIG_FILE, self._trainer.config.text())
+        replaces_all = self._trainer.settings.overwrite and not self.is_resuming
+        resumed = None if self.resumed is None else self.resumed.folder.name
+        self._contents.record_start(resumed, self.store.root, replaces_all)
 
     def check_disk(self) -> None:
         """Check before the first step that everything can be saved, and that the disk has enough space."""

@@ -14,6 +14,8 @@ import importlib.metadata
 import logging
 import math
 import platform
+import reprlib
+import socket
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,10 +34,10 @@ from omnitrain.checkpoint.eval_weights import EvalWeights
 from omnitrain.checkpoint.fingerprints import Difference, find_differences, fingerprint_run, summarize_data
 from omnitrain.checkpoint.manifest import read_history, validate
 from omnitrain.checkpoint.model_files import FROZEN, FrozenWeights
-from omnitrain.checkpoint.run_record import StartRecord, device_name, host
+from omnitrain.checkpoint.run_record import CONFIG_FILE, StartRecord, device_name, write_config
 from omnitrain.checkpoint.safetensors_header import find_tensor_files
 from omnitrain.checkpoint.setting_changes import GROUPING, InitialOptions, changed_settings, regroup_state
-from omnitrain.checkpoint.tensor_reader import Catalogue, TensorFile
+from omnitrain.checkpoint.tensor_files import Catalogue, TensorFile
 from omnitrain.compute.precision import growth_interval
 from omnitrain.compute.random_state import GENERATORS, derive_seed, seed_everything
 from omnitrain.config.instantiation import TrainerConfig
@@ -45,7 +47,7 @@ from omnitrain.core.progress import Progress
 from omnitrain.data.loaders import MapLoader, StreamLoader
 from omnitrain.data.sets import Sets
 from omnitrain.data.stateful import check_parts, data_parts, has_state, preserve_state, stateful_parts
-from omnitrain.data.streams import StreamPosition, check_state
+from omnitrain.data.streams import StreamPosition
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.optim.build import ScheduleLR
 
@@ -161,13 +163,16 @@ class Contents:
         self.record: StartRecord | None = None
         self._frozen = FrozenWeights(trainer.backend, trainer.ranks, trainer.settings.save_frozen)
 
-    def record_start(self, resumed: str | None = None) -> None:
+    def record_start(self, resumed: str | None = None, folder: Path | None = None, replaces_all: bool = False) -> None:
         """Begin the record of this start of a run, and compute the fingerprints of data and code for its checkpoints.
 
-        The checkpoint `resumed` from which a run is resumed was compared with these fingerprints before.
+        Args:
+            resumed: The checkpoint from which the run is resumed, which was compared with these fingerprints before.
+            folder: The folder of the run, to which the record and the configuration are written.
+            replaces_all: Whether the run replaces those that were recorded there.
         """
         ranks, device = self._trainer.ranks, self._trainer.device
-        gathered = ranks.gather_on_main("the hosts of a run", [(host(), device_name(device))])
+        gathered = ranks.gather_on_main("the hosts of a run", [(socket.gethostname(), device_name(device))])
         if ranks.is_main:
             if self.record is not None:
                 self.record.close()
@@ -175,6 +180,13 @@ class Contents:
             self.record = StartRecord(device, [process for (process,) in gathered], position)
         if resumed is None:
             self._identify()
+        if folder is not None and self.record is not None and self._identity is not None:
+            settings = self._trainer.resolved_config()
+            del settings["save_dir"]  # the folder can be moved
+            data = summarize_data(self._identity["data"])
+            details = {"data": data, "code": self._identity["code"], "settings": settings}
+            self.record.write(folder, details, replaces_all)
+            write_config(folder / CONFIG_FILE, self._trainer.config.text())
 
     def _identify(self) -> dict[str, Any]:
         """Compute the fingerprints of data and code.
@@ -189,14 +201,6 @@ class Contents:
             )
         self._identity = identity
         return identity
-
-    def describe_start(self) -> dict[str, Any]:
-        """Return what `run.json` has of a start in addition to its record: settings and digests of data and code."""
-        assert self._identity is not None
-        settings = self._trainer.resolved_config()
-        del settings["save_dir"]  # the folder can be moved
-        data = summarize_data(self._identity["data"])
-        return {"data": data, "code": self._identity["code"], "settings": settings}
 
     def differences(self, content: Mapping[str, Any]) -> list[Difference]:
         """Return the differences of data and code from a checkpoint's."""
@@ -332,20 +336,17 @@ class Contents:
                 raise CheckpointError(f"{checkpoint.where} is incomplete: {part!r} is not among its files.")
             checkpoint.parts[part] = paths, TensorFile(paths).catalogue
         content["metrics"] = read_history(folder, content)
-        if is_full:
-            self._check(checkpoint, use)
-        return checkpoint
-
-    def _check(self, checkpoint: Checkpoint, use: Use) -> None:
-        """Reject a checkpoint whose states no run has left for the present objects."""
-        content, where = checkpoint.content, checkpoint.where
+        if not is_full:
+            return checkpoint
+        # states that no run has left for the present objects
+        where = checkpoint.where
         states = [content["callbacks"], content["algorithms"], content["stream"], content.get("parts")]
         state_dicts.check_references(states, checkpoint.open(STATES), where)
         for tensors, rest in _generators(checkpoint):
             state_dicts.check_rng_tensors(tensors, rest, self._trainer.device, where)
         loader, position = self._sets.train, content["stream"]
         if position is not None and isinstance(loader, StreamLoader) and not self._has_other_data(content):
-            check_state(loader.dataset, state_dicts.from_json(position["state"]), where)
+            _check_stream(loader.dataset, state_dicts.from_json(position["state"]), where)
         changed: Collection[str] = ()
         if use == "resume":  # whether these were allowed to change is only known in `Checkpointer.resume`
             changed = changed_settings(content["settings"], self._trainer.resolved_config())
@@ -353,10 +354,11 @@ class Contents:
             changed = self._with_dependent(checkpoint, changed)
             self._check_model(checkpoint, changed)
         except CheckpointError:
-            return  # from another model, so `restore` will reject it
+            return checkpoint  # from another model, so `restore` will reject it
         self._check_state(checkpoint, changed)
         for part, (_, saved) in _optimizer_states(content).items() if "optimizer" not in changed else ():
             state_dicts.check_numbers(checkpoint.open(part), saved, repr(str(checkpoint.folder / part)))
+        return checkpoint
 
     def _has_other_data(self, content: Mapping[str, Any], *names: str) -> bool:
         """Return whether a checkpoint's position in the data is that of other data."""
@@ -798,6 +800,28 @@ def _trained_weights(checkpoint: Checkpoint) -> tuple[str, set[str]]:
             f"{where} is damaged: {left_over[0]!r} is not in {state_dicts.WEIGHTS!r}. Use another checkpoint."
         )
     return where, names - trained.keys()
+
+
+def _check_stream(dataset: Any, state: Any, where: str) -> None:
+    """Reject a state from a checkpoint that a stream cannot restore; the stream's position is unchanged afterwards.
+
+    Raises:
+        CheckpointError: With the key, or the stream's error.
+    """
+    name, present = type(dataset).__qualname__, None
+    with contextlib.suppress(Exception):  # it may have no state before it is read
+        present = dataset.state_dict()
+    for key, value, other in state_dicts.mismatches(state, present):
+        raise CheckpointError(
+            f"{where} is damaged: 'omnitrain.json' has {reprlib.repr(value)} for {key or 'all'} of the state of "
+            f"`train_dataset` ({name}), where {reprlib.repr(other)} was expected, or another of its kind. Use another "
+            "checkpoint."
+        )
+    try:
+        with contextlib.ExitStack() as undo:
+            restore_with_undo(dataset, state, undo)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: the state of `train_dataset` in 'omnitrain.json': {error}") from error
 
 
 def _generators(checkpoint: Checkpoint, repeats: int = 1) -> list[tuple[dict[str, torch.Tensor], Any]]:

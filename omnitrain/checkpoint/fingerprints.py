@@ -403,10 +403,9 @@ class Difference(NamedTuple):
 def fingerprint_run(settings: Settings, sets: Sets, model: nn.Module) -> dict[str, Any]:
     """Return digests of the data and the code of a run, by argument and then by name, as JSON types."""
     loaders = {"train_dataset": by_name(sets.train), "eval_dataset": by_name(sets.eval)}
-    data = {
-        name: {key: data_fingerprint(named_loaders[key]) for key in named_loaders}
-        for name, named_loaders in loaders.items()
-    }
+    data: dict[str, dict[str, Any]] = {}
+    for name, by_set in loaders.items():
+        data[name] = dict(zip(by_set, map(data_fingerprint, by_set.values()), strict=True))
     code: dict[str, dict[str, str]] = {"model": {"": _model_code(model)}}
     for name in ("loss_fn", "unit", "data_collator", "preprocess_logits_for_metrics", "compute_metrics"):
         value = getattr(settings, name)
@@ -438,7 +437,9 @@ def find_differences(saved: Mapping[str, Any], current: Mapping[str, Any], sets:
 
 def summarize_data(data: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the size and one digest of each set, of the "data" in a result of `fingerprint_run`."""
-    return {
-        name: {key: entry and {"size": entry["size"], "digest": content_digest(entry)} for key, entry in sets.items()}
-        for name, sets in data.items()
-    }
+    summary: dict[str, dict[str, Any]] = {}
+    for name, sets in data.items():
+        summary[name] = {}
+        for key, entry in sets.items():
+            summary[name][key] = entry and {"size": entry["size"], "digest": content_digest(entry)}
+    return summary

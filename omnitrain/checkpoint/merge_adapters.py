@@ -14,8 +14,7 @@ from omnitrain.checkpoint.initial_weights import read_weights
 from omnitrain.checkpoint.model_files import BASE, CONFIG, check_fingerprints
 from omnitrain.checkpoint.safetensors_header import find_tensor_files
 from omnitrain.checkpoint.state_dicts import WEIGHTS, load_weights, model_tensors
-from omnitrain.checkpoint.tensor_files import fingerprints, save_tensors
-from omnitrain.checkpoint.tensor_reader import TensorFile
+from omnitrain.checkpoint.tensor_files import TensorFile, fingerprints, save_tensors
 from omnitrain.core.errors import CheckpointError, ConfigError, MissingExtraError
 from omnitrain.distributed.ranks import Ranks
 

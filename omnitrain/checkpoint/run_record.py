@@ -16,7 +16,6 @@ import logging
 import os
 import platform
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -279,11 +278,6 @@ def _shorten_paths(argument: str, folder: str = "") -> str:
         if len(path) > 1:
             argument = argument.replace(f"{path}{os.sep}", replacement)
     return argument
-
-
-def host() -> str:
-    """Return the name of this machine."""
-    return socket.gethostname()
 
 
 # --- the file

@@ -14,7 +14,7 @@ import torch
 
 from omnitrain.arguments import describe
 from omnitrain.checkpoint.state_dicts import check_references
-from omnitrain.checkpoint.tensor_reader import TensorFile
+from omnitrain.checkpoint.tensor_files import TensorFile
 from omnitrain.core.events import init_arguments
 from omnitrain.optim.build import IMPLEMENTATION
 

@@ -1,7 +1,7 @@
 """Sharded tensor files, written by each rank without communication.
 
 They are safetensors files in the format of `torch.distributed.checkpoint`: each holds at most one block (rectangle) of
-each tensor, with its offsets in the metadata. `tensor_reader.py` reads them.
+each tensor, with its offsets in the metadata. `tensor_files.py` reads them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from omnitrain.checkpoint.safetensors_header import SHARDING
 from omnitrain.checkpoint.tensor_files import (
     Block,
     Gathered,
+    TensorFile,
     dtensor_blocks,
     file_content,
     file_order,
     is_sharded,
+    rectangles,
+    size_of,
     spec_of,
 )
-from omnitrain.checkpoint.tensor_reader import TensorFile, rectangles, size_of
 from omnitrain.core.files import FileEntry, FileSystem
 
 # The most bytes of tensors in a consolidated file, unless a single tensor has more.

@@ -24,7 +24,6 @@ from torch import nn
 
 from omnitrain.checkpoint.tensor_files import Spec, TensorFile, read_part, spec_of
 from omnitrain.core.errors import CheckpointError
-from omnitrain.data.streams import mismatches
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.optim.build import IMPLEMENTATION
 from omnitrain.optim.muon import Muon
@@ -620,6 +619,37 @@ def check_like(value: Any, present: Any, what: str, where: str, required: Collec
             f"{where} is damaged: {key} is {reprlib.repr(wrong)} there, where {reprlib.repr(expected)} was expected, "
             "or another of its kind. Use another checkpoint."
         )
+
+
+def mismatches(value: Any, present: Any, key: str = "", is_exact: bool = False) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the values of a state that cannot replace the present ones, as they are of another kind.
+
+    Args:
+        value: The state, or a value in it.
+        present: The present one.
+        key: The name of the value.
+        is_exact: Whether lists need the same length, and neither None nor NaN replaces a number.
+
+    Yields:
+        The name of the value in the state, the value, and the present one.
+    """
+    if isinstance(present, Mapping):
+        fits = isinstance(value, Mapping)
+        for inner in present.keys() & value.keys() if fits else ():
+            yield from mismatches(value[inner], present[inner], f"{key}[{inner!r}]", is_exact)
+    elif isinstance(present, (list, tuple)):
+        fits = isinstance(value, (list, tuple)) and not (is_exact and len(value) != len(present))
+        for index, pair in enumerate(zip(value, present, strict=True) if fits and is_exact else ()):
+            yield from mismatches(*pair, f"{key}[{index}]", is_exact)
+    elif isinstance(present, bool):
+        fits = isinstance(value, bool)
+    elif isinstance(present, (int, float)):
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool)
+        fits = fits and (math.isfinite(value) or not (math.isfinite(present) or (is_exact and math.isnan(value))))
+    else:
+        fits = present is None or isinstance(value, str) or not isinstance(present, str)
+    if not fits and (is_exact or value is not None):
+        yield key, value, present
 
 
 def check_groups(present: list[list[str]], saved: Iterable[Mapping[str, Any]], where: str) -> None:

@@ -33,6 +33,7 @@ from omnitrain.checkpoint.state_dicts import WEIGHTS
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.tensor_files import (
     Gather,
+    TensorFile,
     file_content,
     gather_to_host,
     host_copy,
@@ -40,7 +41,6 @@ from omnitrain.checkpoint.tensor_files import (
     total_bytes,
     write_on_main,
 )
-from omnitrain.checkpoint.tensor_reader import TensorFile
 from omnitrain.core.errors import CheckpointError
 from omnitrain.core.files import FileEntry
 from omnitrain.distributed.ranks import Ranks

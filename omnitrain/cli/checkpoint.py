@@ -36,7 +36,7 @@ from omnitrain.diagnostics.verify import verify_files
 if TYPE_CHECKING:
     import torch
 
-    from omnitrain.checkpoint.tensor_reader import TensorFile
+    from omnitrain.checkpoint.tensor_files import TensorFile
 
 WEIGHTS = "model.safetensors"  # as in checkpoint/state_dicts.py, which would import torch
 CONFIGS = ("config.json", "generation_config.json")
@@ -267,7 +267,7 @@ def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | Non
 
 def _weights(folder: Path, content: Mapping[str, Any]) -> TensorFile:
     from omnitrain.checkpoint.safetensors_header import find_tensor_files
-    from omnitrain.checkpoint.tensor_reader import TensorFile
+    from omnitrain.checkpoint.tensor_files import TensorFile
 
     return TensorFile(find_tensor_files(folder, content["files"], WEIGHTS) or [folder / WEIGHTS])
 

@@ -134,7 +134,7 @@ class MetricsDict(ResultView, dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         """Store a copy of `value` as plain numbers and strings."""
         if key in TABLES:
-            value = [_to_plain_row(row) for row in value]
+            value = list(map(_to_plain_row, value))
         elif key == "best_valid":
             value = _to_plain_row(value)
         elif key in _SCALARS:

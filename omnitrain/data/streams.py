@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import math
-import reprlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_generators
-from omnitrain.core.errors import CheckpointError, describe_samples
-from omnitrain.core.events import restore_with_undo
+from omnitrain.core.errors import describe_samples
 from omnitrain.data.sampling import CountedBatch, MicrobatchLayout, ReadOptions, share, stop_iteration_error
 from omnitrain.data.stateful import has_state
 
@@ -137,59 +133,6 @@ def can_seek(dataset: Any) -> bool:
         return True
     exact = tuple(map(int, package.__version__.split(".")[:2])) >= (5, 1)
     return exact and not _has_buffer(getattr(dataset, "_ex_iterable", None))
-
-
-def check_state(dataset: Any, state: Any, where: str) -> None:
-    """Reject a state from a checkpoint that a stream cannot restore; the stream's position is unchanged afterwards.
-
-    Raises:
-        CheckpointError: With the key, or the stream's error.
-    """
-    name, present = type(dataset).__qualname__, None
-    with contextlib.suppress(Exception):  # it may have no state before it is read
-        present = dataset.state_dict()
-    for key, value, other in mismatches(state, present):
-        raise CheckpointError(
-            f"{where} is damaged: 'omnitrain.json' has {reprlib.repr(value)} for {key or 'all'} of the state of "
-            f"`train_dataset` ({name}), where {reprlib.repr(other)} was expected, or another of its kind. Use another "
-            "checkpoint."
-        )
-    try:
-        with contextlib.ExitStack() as undo:
-            restore_with_undo(dataset, state, undo)
-    except CheckpointError as error:
-        raise CheckpointError(f"{where}: the state of `train_dataset` in 'omnitrain.json': {error}") from error
-
-
-def mismatches(value: Any, present: Any, key: str = "", is_exact: bool = False) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the values of a state that cannot replace the present ones, as they are of another kind.
-
-    Args:
-        value: The state, or a value in it.
-        present: The present one.
-        key: The name of the value.
-        is_exact: Whether lists need the same length, and neither None nor NaN replaces a number.
-
-    Yields:
-        The name of the value in the state, the value, and the present one.
-    """
-    if isinstance(present, Mapping):
-        fits = isinstance(value, Mapping)
-        for inner in present.keys() & value.keys() if fits else ():
-            yield from mismatches(value[inner], present[inner], f"{key}[{inner!r}]", is_exact)
-    elif isinstance(present, (list, tuple)):
-        fits = isinstance(value, (list, tuple)) and not (is_exact and len(value) != len(present))
-        for index, pair in enumerate(zip(value, present, strict=True) if fits and is_exact else ()):
-            yield from mismatches(*pair, f"{key}[{index}]", is_exact)
-    elif isinstance(present, bool):
-        fits = isinstance(value, bool)
-    elif isinstance(present, (int, float)):
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool)
-        fits = fits and (math.isfinite(value) or not (math.isfinite(present) or (is_exact and math.isnan(value))))
-    else:
-        fits = present is None or isinstance(value, str) or not isinstance(present, str)
-    if not fits and (is_exact or value is not None):
-        yield key, value, present
 
 
 def _has_buffer(part: Any) -> bool:

@@ -128,14 +128,13 @@ class Ranks(Position):
         """Return the sum of each value over all ranks."""
         return list(values)
 
-    def sync_requests(self, what: str, requests: Control, *values: float) -> tuple[Control, list[float]]:
-        """Return the requests made on any rank, and the sum of each value over all ranks."""
-        return self.start_sync_requests(what, requests, *values)()
-
     def start_sync_requests(
         self, what: str, requests: Control, *values: float
     ) -> Callable[[], tuple[Control, list[float]]]:
-        """Start `sync_requests`, and return a function that waits for it and returns its result."""
+        """Start an exchange, and return a function that waits for it.
+
+        It returns the requests made on any rank, and the sum of each value over all ranks.
+        """
         return lambda: (requests, list(values))
 
     def gather(self, what: str, value: T) -> list[T]:

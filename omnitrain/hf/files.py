@@ -16,8 +16,7 @@ from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint.contents import OPTIMIZER
 from omnitrain.checkpoint.safetensors_header import find_tensor_files
 from omnitrain.checkpoint.state_dicts import bare_name, from_json, unwrap
-from omnitrain.checkpoint.tensor_files import is_sharded
-from omnitrain.checkpoint.tensor_reader import TensorFile
+from omnitrain.checkpoint.tensor_files import TensorFile, is_sharded
 from omnitrain.core.errors import ConfigError
 
 

@@ -48,7 +48,7 @@ from omnitrain.checkpoint.mirrored_store import make_store
 from omnitrain.checkpoint.model_files import save_model
 from omnitrain.checkpoint.setting_changes import InitialOptions, constructor_arguments, initial_group_options
 from omnitrain.checkpoint.store import Store
-from omnitrain.checkpoint.tensor_reader import DTYPES, unsaved_dtype
+from omnitrain.checkpoint.tensor_files import DTYPES, unsaved_dtype
 from omnitrain.compute.activation_checkpointing import recompute_activations
 from omnitrain.compute.precision import Precision, matmul_precision
 from omnitrain.compute.random_state import deterministic as deterministic_kernels

@@ -94,8 +94,10 @@ class Loop:
             self.checkpointer.record_start()
         self._warn_batch_norm()
         self._exchange = None
-        (local_requests,) = self.ranks.sum("what may be requested in a step", self.has_rank_local_requests)
-        self._exchanges_early = self.ranks.world_size > 1 and not local_requests
+        self._exchanges_early = False
+        if self.ranks.world_size > 1:
+            (local_requests,) = self.ranks.sum("what may be requested in a step", self.has_rank_local_requests)
+            self._exchanges_early = not local_requests
         if self.checkpointer.is_resuming:
             self.checkpointer.resume_random_numbers()
         else:
@@ -403,7 +405,7 @@ class Loop:
         The data of the next step go along, as each exchange costs about as much as a small model's forward pass.
         """
         asked = self.lifecycle.control.pop(*requests)
-        return self._finish_exchange(lambda: self.ranks.sync_requests(where, asked, *ahead))
+        return self._finish_exchange(self.ranks.start_sync_requests(where, asked, *ahead))
 
     def _finish_exchange(
         self, exchange: Callable[[], tuple[Control, list[float]]], scheduled: Control | None = None

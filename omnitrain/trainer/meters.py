@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -84,8 +85,9 @@ class LossMeter:
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore the states of each process; if their number differs, the first gets the total."""
-        local_states = _states_of_rank(self.ranks, states)
-        numbers = [[0.0] * 4, *([state["sum"], state["weight"], *state["marked"]] for state in local_states)]
+        numbers = [[0.0] * 4]
+        for state in _states_of_rank(self.ranks, states):
+            numbers.append([state["sum"], state["weight"], *state["marked"]])
         total, weight, *logged = map(sum, zip(*numbers, strict=True))
         self.rollback((total, weight))
         self._at_last_log = (logged[0], logged[1])
@@ -367,7 +369,7 @@ class Meters:
             results: The entry of `object_results`.
         """
         self._meters = {}
-        for name, *state in (entry for states_of in _states_of_rank(self.ranks, states) for entry in states_of):
+        for name, *state in itertools.chain(*_states_of_rank(self.ranks, states)):
             kind = state.pop() if isinstance(state[-1], str) else "mean"
             meter = self._meters.setdefault(name, self._new(kind, results.get(name)))
             meter.merge_state(state)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-from omnitrain.checkpoint import tensor_reader
+from omnitrain.checkpoint import tensor_files
 from omnitrain.checkpoint.sharded_files import (
     Block,
     can_shard,
@@ -222,7 +222,7 @@ def test_host_copy_reuses_the_memory_of_an_earlier_copy() -> None:
 
 
 def test_write_shards_returns_sizes_and_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_reader, "_PIECE", 1 << 10)
+    monkeypatch.setattr(tensor_files, "_PIECE", 1 << 10)
     monkeypatch.setattr(files, "_SMALL", 1 << 9)
     big = values_of((70, 50))
     blocks = {"big": local_blocks(big, 0), "turned": local_blocks(big.T, 0), "few": local_blocks(torch.ones(2), 0)}
@@ -323,7 +323,7 @@ def test_damaged_files_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(CheckpointError, match="is damaged"):
             TensorFile(file)
     save_tensors({"w": torch.ones(2)}, file)
-    monkeypatch.delitem(tensor_reader._BY_NAME, "F32")
+    monkeypatch.delitem(tensor_files._BY_NAME, "F32")
     with pytest.raises(CheckpointError, match=r"' has 'w' as F32, and only F64, F16, "):
         TensorFile(file)
 
@@ -339,8 +339,8 @@ def test_ranks_exchange_nothing_about_no_files(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("buffer", "run"), [(1 << 26, 1 << 16), (64, 1 << 16), (1 << 26, 8), (8, 8)])
 def test_block_is_the_same_for_any_buffer(buffer: int, run: int, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(tensor_reader, "_BUFFER", buffer)
-    monkeypatch.setattr(tensor_reader, "_MIN_RUN", run)
+    monkeypatch.setattr(tensor_files, "_BUFFER", buffer)
+    monkeypatch.setattr(tensor_files, "_MIN_RUN", run)
     full = values_of((4, 5, 6))
     save_tensors({"w": full}, tmp_path / "rank-00000.safetensors")
     source = opened(tmp_path)
@@ -353,13 +353,13 @@ def test_many_files_are_opened_once_and_not_for_headers(tmp_path: Path, monkeypa
     """Those of 60 ranks, of which the last have nothing of one tensor."""
     full = {"even": values_of((120, 2)), "odd": values_of((130, 3)), "few": values_of((40,))}
     write_flat(full, tmp_path, 60)
-    files, names, open_file = files_in(tmp_path), list[str](), tensor_reader.open_regular
+    files, names, open_file = files_in(tmp_path), list[str](), tensor_files.open_regular
     catalogue = opened(tmp_path).catalogue
     with monkeypatch.context() as patch:
-        patch.setattr(tensor_reader, "read_header", None)
+        patch.setattr(tensor_files, "read_header", None)
         source = TensorFile(files, None, catalogue)
         assert source.spec_of("odd") == ((130, 3), torch.float32)
-    monkeypatch.setattr(tensor_reader, "open_regular", lambda path: names.append(path.name) or open_file(path))
+    monkeypatch.setattr(tensor_files, "open_regular", lambda path: names.append(path.name) or open_file(path))
     write_full_files(source, tmp_path, 0, 1, FS)
     assert sorted(names) == [file.name for file in files]
     stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
@@ -394,7 +394,7 @@ def test_write_full_files_equals_transformers_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at_once", [50, 64, 1 << 24])
 def test_write_full_files_equals_save_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(tensor_reader, "_PIECE", at_once)
+    monkeypatch.setattr(tensor_files, "_PIECE", at_once)
     tensors = {"w": torch.randn(7, 3), "b": torch.randn(4).bfloat16(), "s": torch.tensor(True), "e": torch.empty(0, 2)}
     write_flat(tensors, tmp_path, 3)
     assert list(write_full_files(opened(tmp_path), tmp_path, 0, 1, FS)) == ["model.safetensors"]

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
 
 from omnitrain import Callback
-from omnitrain.checkpoint.tensor_reader import DTYPES
+from omnitrain.checkpoint.tensor_files import DTYPES
 from omnitrain.core.errors import CheckpointError, DistributedError
 from omnitrain.core.events import Control
 from omnitrain.distributed import ranks as ranks_module
@@ -77,12 +77,11 @@ def exchange_values(ranks: ProcessRanks) -> dict[str, Any]:
     with ranks.collective_call("d"):
         results["called"] = True
     requests = Control(log=rank == 0, save=rank == 1, stop=["early_stopping", "max_steps"][rank])
-    agreed, totals = ranks.sync_requests("e", requests, 2.0)
+    agreed, totals = ranks.start_sync_requests("e", requests, 2.0)()
     assert totals == [2.0 * ranks.world_size]
     results["agreed"] = [agreed.log, agreed.evaluate, agreed.save, agreed.stop, agreed.signal]
-    agreed, _ = ranks.sync_requests(
-        "e", Control(stop="epochs") if rank else Control(stop="signal", signal=signal.SIGINT), 2.0
-    )
+    requests = Control(stop="epochs") if rank else Control(stop="signal", signal=signal.SIGINT)
+    agreed, _ = ranks.start_sync_requests("e", requests, 2.0)()
     results["signalled"] = [agreed.stop, agreed.signal]
     return results
 
@@ -266,7 +265,7 @@ def test_ranks_of_one_process_return_their_own_values() -> None:
     tensor, requests = torch.ones(2), Control(save=True)
     assert (ranks.rank, ranks.world_size, ranks.is_main) == (0, 1, True)
     assert ranks.sum("a", 1, 2) == [1, 2] and ranks.gather("b", "x") == ["x"] and ranks.on_main("c", lambda: 3) == 3
-    assert ranks.sync_requests("d", requests) == (requests, []) and ranks.broadcast(tensor) is tensor
+    assert ranks.start_sync_requests("d", requests)() == (requests, []) and ranks.broadcast(tensor) is tensor
     with pytest.raises(KeyError), ranks.collective_call("e"):
         raise KeyError
 

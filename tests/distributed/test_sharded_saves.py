@@ -19,7 +19,7 @@ from marks import thinned
 from recipes import fit, rows, t16
 
 from omnitrain import Callback, CheckpointError
-from omnitrain.checkpoint import checkpointer, lock, manifest, tensor_reader
+from omnitrain.checkpoint import checkpointer, lock, manifest, tensor_files
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.tensor_files import gather_to_host
 from omnitrain.core.files import FileSystem
@@ -313,7 +313,7 @@ def resume(folder: str, which: str = "auto", trouble: str = "", fail_on: int = -
 def break_reading(fail_on: int, is_local: bool) -> None:
     """Have the disk fail one rank in the middle of reading; each reads its part, or the main one all."""
     calls, choose = itertools.count(), checkpointer.find_with_shared_hashing
-    original = tensor_reader.TensorFile._read
+    original = tensor_files.TensorFile._read
 
     def read(self: Any, numbers: Any, requests: Any) -> None:
         if current_rank() == fail_on and next(calls) == 1:
@@ -322,12 +322,12 @@ def break_reading(fail_on: int, is_local: bool) -> None:
 
     def choose_and_break(*args: Any) -> Any:
         chosen = choose(*args)  # whose reads work
-        tensor_reader.TensorFile._read = read
+        tensor_files.TensorFile._read = read
         return chosen
 
     checkpointer.find_with_shared_hashing = choose_and_break
     if not is_local:
-        tensor_reader.TensorFile._is_local = lambda self: self._ranks.world_size == 1
+        tensor_files.TensorFile._is_local = lambda self: self._ranks.world_size == 1
 
 
 def read(folder: str, fail_on: int, is_local: bool) -> dict[str, Any]:
