@@ -285,7 +285,7 @@ _ENTRIES: dict[Any, Any] = {
     "settings": {
         "seed": _whole(0, 2**64),
         "total_steps": Nullable(int),
-        "optimizer_groups": Nullable([{"lr": Optional(float), ...: Any}]),
+        "optimizer_groups": Nullable([{"lr": float, ...: Any}]),
         **dict.fromkeys(("lr_scheduler_options", "algorithm_options", "callback_options"), Optional(_OPTIONS)),
         ...: Any,
     },

@@ -149,6 +149,12 @@ def forge_callback(folder: Path) -> None:
     seal(folder, content)
 
 
+def forge_rate(folder: Path) -> None:
+    content = content_of(folder)
+    del content["settings"]["optimizer_groups"][0]["lr"]
+    seal(folder, content)
+
+
 def test_forged_weights_and_callbacks_are_rejected(saved: Any, folder: Path) -> None:
     """Weights of another shape or dtype are for another model: "auto" does not take an earlier checkpoint."""
     changes = [
@@ -156,12 +162,14 @@ def test_forged_weights_and_callbacks_are_rejected(saved: Any, folder: Path) -> 
         lambda tensors: tensors.pop("0.bias"),
     ]  # fmt: skip
     cases: list[Any] = [(partial(forge_tensors, file=WEIGHTS, change=change), "fit the model") for change in changes]
-    for forge, message in [*cases, (forge_callback, r"Keeper.load_state_dict rejected .*: AssertionError")]:
+    cases.append((forge_callback, r"Keeper.load_state_dict rejected .*: AssertionError"))
+    cases.append((forge_rate, r"has no settings.optimizer_groups\[0\].lr"))
+    for forge, message in cases:
         run = copied(saved("native"), folder / "forged")
         forge(newest(run))
         trainer = make("native", run)
         before = state_of(trainer)
-        for which in (newest(run), "last", *(["auto"] if forge is not forge_callback else [])):
+        for which in (newest(run), "last", *(["auto"] if forge not in (forge_callback, forge_rate) else [])):
             with pytest.raises(CheckpointError, match=message):
                 trainer.train(resume_from=which)
         assert_same(state_of(trainer), before)
