@@ -68,7 +68,7 @@ HEAVY = {
 LOADED_ON_FIRST_USE = {"AccelerateTrainer", "HFTrainer", "HFTrainingArguments"}
 
 MAX_WALKS = {
-    "Trainer": {"step": (90, 18), "evaluate": (100, 19), "save": (186, 36), "load": (165, 22)},
+    "Trainer": {"step": (90, 18), "evaluate": (100, 19), "save": (155, 29), "load": (160, 20)},
     "AccelerateTrainer": {"step": (93, 19), "evaluate": (100, 20)},
     "HFTrainer": {"step": (142, 25), "evaluate": (128, 26)},
 }

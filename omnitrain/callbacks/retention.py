@@ -34,7 +34,7 @@ def to_delete(
     """
     saved = sorted(checkpoints, key=SAVE_ORDER)
     sign = -1 if direction == "max" else 1
-    ranked, regular, former_bests, keep = [], [], [], {info.step for info in saved[-1:]}
+    ranked, regular, former_bests, keep = [], [], [], set[int]()
     for info in saved:
         if info.score is not None and math.isfinite(info.score):
             ranked.append((sign * info.score, info.step))
@@ -44,6 +44,8 @@ def to_delete(
             former_bests.append(info.step)
         if keep_every and info.step % keep_every == 0:
             keep.add(info.step)
+    if saved:
+        keep.add(saved[-1].step)
     keep.update(regular if keep_last is None else regular[-max(keep_last, 1) :])
     keep.update(step for _, step in sorted(ranked)[: max(keep_best, 1)])
     keep.update(former_bests[-1:])

@@ -131,6 +131,7 @@ class Checkpointer:
         write_extra_files: Writes further files to a checkpoint's folder on the main rank; the manifest includes them.
 
     Attributes:
+        contents: The state of the run.
         eval_weights: The weights for evaluations.
         weights_from: The position in the run of the present weights, if they are not those of the last step.
         resumed: The checkpoint from which the run resumed; None for a fresh start.
@@ -154,7 +155,7 @@ class Checkpointer:
         self.continued_state: Mapping[str, Any] | None = None
         self._trainer = trainer
         self._lifecycle = lifecycle
-        self._contents = contents
+        self.contents = contents
         self.eval_weights = eval_weights
         self._writer = Writer(trainer, write_extra_files)
         # The step of the best evaluation that has a checkpoint.
@@ -177,9 +178,9 @@ class Checkpointer:
 
     def end_record(self) -> None:
         """Complete the record of this start at the end of a run, on the main rank."""
-        if self._contents.record is not None:
-            self._contents.record.complete()
-            self._contents.record.close()
+        if self.contents.record is not None:
+            self.contents.record.complete()
+            self.contents.record.close()
 
     def save(self, history: dict[str, Any] | None = None, for_best: bool = False) -> None:
         """Save during a run; a failing disk costs this checkpoint, not the run, unless `save_required`.
@@ -202,7 +203,7 @@ class Checkpointer:
             lifecycle.saved_at = lifecycle.progress.position
             try:
                 # the error of a background save appears in `await_background`, at a later step
-                if self._writer.is_in_background:
+                if self._trainer.settings.async_save:
                     self.in_flight = self._writer.begin(self.store, snapshot)
                     return
                 path = self._writer.write(self.store, snapshot)
@@ -287,14 +288,14 @@ class Checkpointer:
             return
         replaces_all = self._trainer.settings.overwrite and not self.is_resuming
         resumed = None if self.resumed is None else self.resumed.folder.name
-        self._contents.record_start(resumed, self.store.root, replaces_all)
+        self.contents.record_start(resumed, self.store.root, replaces_all)
 
     def check_disk(self) -> None:
         """Check before the first step that everything can be saved, and that the disk has enough space."""
         if self.store is None:
             return
-        files, _ = self._contents.capture_tensors()
-        self._contents.check_states()
+        files, _ = self.contents.capture_tensors()
+        self.contents.check_states()
         if not self._trainer.ranks.is_main:
             return
         copies = 1 if self._trainer.settings.save_only_model is True else 3  # with Adam's two moments
@@ -306,7 +307,7 @@ class Checkpointer:
 
     def tensor_bytes(self, only_model: bool) -> tuple[int, int]:
         """Return the bytes of the tensors that a checkpoint, or its weights, would have now, and how many there are."""
-        files, _ = self._contents.capture_tensors()
+        files, _ = self.contents.capture_tensors()
         contents = [files[state_dicts.WEIGHTS]] if only_model else files.values()
         tensors = [tensor for by_name in contents for tensor in by_name.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors), len(tensors)
@@ -327,7 +328,7 @@ class Checkpointer:
         state: dict[str, Any] = history or lifecycle.state_dict()
         if best and is_final:
             state["metrics"]["best_checkpoint"], best_saved = f"checkpoint-{step}", evaluated
-        files, payload = self._contents.capture(state)
+        files, payload = self.contents.capture(state)
         payload |= {
             "credited_step": best_saved,
             "scored": list(scored if score is not None and is_final else self._scored_steps),
@@ -408,7 +409,7 @@ class Checkpointer:
                 raise ConfigError("`resume_from=True`: pass 'auto' (a fresh start if no checkpoint exists) or 'last'.")
             which = which if is_address(which) else local_path(which, "resume_from")
         store, ranks = self.store or Store(Path(which).parent), self._trainer.ranks
-        resolve = functools.partial(store.resolve, which, functools.partial(self._contents.open, use=use))
+        resolve = functools.partial(store.resolve, which, functools.partial(self.contents.open, use=use))
         with ranks.in_phase("load"):
             _, checkpoint = find_with_shared_hashing(ranks, resolve) or (None, None)
         if use != "weights" and checkpoint is not None and checkpoint.content["only_model"]:
@@ -434,7 +435,7 @@ class Checkpointer:
         if "samples_per_epoch" in changed:
             accepted.add("train_dataset")  # which that shows
         differences = [
-            difference for difference in self._contents.differences(content) if difference.name not in accepted
+            difference for difference in self.contents.differences(content) if difference.name not in accepted
         ]
         if rejected or differences:
             descriptions = [f"{name}: {old!r} -> {new!r}" for name, (old, new) in rejected.items()]
@@ -465,7 +466,7 @@ class Checkpointer:
         """Restore a checkpoint, except for its random numbers."""
         content = checkpoint.content
         with self._trainer.ranks.in_phase("load"):
-            self._contents.restore(checkpoint, changed)
+            self.contents.restore(checkpoint, changed)
         self._trainer.backend.mark_weights_loaded(content["frozen"])
         self.weights_from = None
         self._best_saved_step = -1 if resets_best(changed) else content["credited_step"]
@@ -481,26 +482,13 @@ class Checkpointer:
         self.restore(checkpoint)
         self.finished_run = "load_checkpoint() has restored another state since"
         self._lifecycle.loaded(checkpoint.folder)
-        self._contents.restore_random_numbers(checkpoint)
+        self.contents.restore_random_numbers(checkpoint)
         return checkpoint.folder
 
     def restore_in_run(self, checkpoint: Checkpoint) -> None:
         """Restore a checkpoint of this run, with its random numbers, while the run continues."""
         self.restore(checkpoint)
-        self._contents.restore_random_numbers(checkpoint)
-
-    def update_copy(self, copy: Any) -> None:
-        """Copy the state of the run to a `LiveCopy`."""
-        copy.update(self._trainer, self._contents)
-
-    def restore_copy(self, copy: Any) -> None:
-        """Restore the state of the run from a `LiveCopy`."""
-        copy.restore(self._trainer, self._contents)
-
-    def record_left_out(self, spike: Mapping[str, Any]) -> None:
-        """Add a step whose samples are left out to the record of this start, on the main rank."""
-        if self._contents.record is not None:
-            self._contents.record.add_left_out(spike)
+        self.contents.restore_random_numbers(checkpoint)
 
     @property
     def is_resuming(self) -> bool:
@@ -513,7 +501,7 @@ class Checkpointer:
             tensors, rest = self.continued_state["rng"]
             state_dicts.restore_rng_tensors(tensors, rest, self._trainer.device)
         elif self.resumed is not None:
-            self._contents.restore_random_numbers(self.resumed)
+            self.contents.restore_random_numbers(self.resumed)
 
     # --- continuing a finished run in this process
 
@@ -526,7 +514,7 @@ class Checkpointer:
         if self.store is not None:
             return
         try:
-            self.finished_run.live_state = self._contents.capture_live_state()
+            self.finished_run.live_state = self.contents.capture_live_state()
         except Exception as error:  # not raised: the run has ended well, and may never be continued
             logger.debug("The run cannot be continued.", exc_info=True)
             self.finished_run = f"its final state could not be captured ({type(error).__name__}: {error})"
@@ -573,7 +561,7 @@ class Checkpointer:
         backend = self._trainer.backend
         if finished_run.live_state is not None:
             self.continued_state, self.resumed = finished_run.live_state, previous.resumed
-            self._contents.restore_live_state(finished_run.live_state)
+            self.contents.restore_live_state(finished_run.live_state)
             self._best = previous._best
             if finished_run.weights.tensors:
                 if self._best.progress is not None and not self._best.tensors:  # the model has them
@@ -641,7 +629,7 @@ class Checkpointer:
             if checkpoint is None:
                 return
             with ranks.in_phase("load"):
-                self._contents.restore_weights(checkpoint)
+                self.contents.restore_weights(checkpoint)
         except (CheckpointError, OSError) as error:  # not raised: the run itself has ended well
             logger.warning("The best weights cannot be loaded: %s The model keeps those of the last step.", error)
             return

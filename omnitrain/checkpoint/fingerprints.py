@@ -194,8 +194,6 @@ def check_same_data(ranks: Ranks, loaders: Iterable[Any]) -> None:
     Raises:
         DistributedError: On all ranks, if a sample differs.
     """
-    if ranks.world_size == 1:
-        return
     loaders = [loader for loader in loaders if isinstance(loader, Loader) and not loader.is_compared]
     if not loaders:
         return

@@ -51,7 +51,8 @@ class LiveCopy:
         self._moments = [
             _copy_moments(optimizer, backend, earlier) for optimizer, earlier in zip(optimizers, moments, strict=True)
         ]
-        self._parts = copy.deepcopy(_states_of_parts(trainer))
+        parts = stateful_parts(trainer.settings, backend.model)
+        self._parts = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
         self._algorithms = [copy.deepcopy(algorithm.state_dict()) for algorithm in trainer.algorithms]
         self._scaler = backend.scaler.state_dict()
         self.weights.update(backend, backend.model_tensors(), trainer.progress)
@@ -72,11 +73,6 @@ class LiveCopy:
             backend.scaler.load_state_dict(self._scaler)
         generators, rest = self._states["rng"]
         state_dicts.restore_rng_tensors(generators, rest, trainer.device)
-
-
-def _states_of_parts(trainer: CheckpointedTrainer) -> dict[str, Any]:
-    parts = stateful_parts(trainer.settings, trainer.backend.model)
-    return {name: part.state_dict() for name, part in parts.items()}
 
 
 def _copy_moments(optimizer: torch.optim.Optimizer, backend: Backend, earlier: _Moments) -> _Moments:

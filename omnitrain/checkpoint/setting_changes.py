@@ -82,13 +82,13 @@ def changed_options(saved: Mapping[str, Any], current: Mapping[str, Any], name: 
 def _changed_groups(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
     """Return the differences between the options of two optimizers, by the name of the setting."""
     changed: dict[str, tuple[Any, Any]] = {}
-    rest: list[list[dict[str, Any]]] = [[dict(group) for group in groups] for groups in (saved, current)]
+    before, after = list(map(dict, saved)), list(map(dict, current))
     for option, name in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
-        old, new = ([group.pop(option, None) for group in groups] for groups in rest)
+        old, new = [group.pop(option, None) for group in before], [group.pop(option, None) for group in after]
         if old != new:
             changed[name] = (old[0], new[0]) if len(old) == len(new) == 1 else (old, new)
-    if rest[0] != rest[1]:
-        changed["optimizer_groups"] = (rest[0], rest[1])
+    if before != after:
+        changed["optimizer_groups"] = (before, after)
     return changed
 
 

@@ -142,11 +142,6 @@ class Writer:
             finally:
                 self._thread, self._buffers = None, {}
 
-    @property
-    def is_in_background(self) -> bool:
-        """Whether saves are written in a thread."""
-        return self._thread is not None
-
     def write(self, store: Store, snapshot: Snapshot) -> Path:
         """Write a checkpoint, and return its folder.
 

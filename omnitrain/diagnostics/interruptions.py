@@ -132,7 +132,7 @@ class Observer(Callback):
     def on_train_end(self, trainer: Any) -> None:
         if self._has_failed or trainer.lifecycle.signal or trainer.control.signal:
             return
-        files, rest = trainer._checkpointer._contents.capture_tensors()
+        files, rest = trainer._checkpointer.contents.capture_tensors()
         tensors = {f"{file}/{name}": digest(value) for file, part in files.items() for name, value in part.items()}
         values = {name: json.dumps(value, sort_keys=True, default=repr) for name, value in rest.items()}
         history = json.loads(json.dumps(dict(trainer.metrics), default=repr))

@@ -379,8 +379,10 @@ class LossMean:
         if not self.is_checked:
             return {}
         names = ("shift", "ignore_index", "counts_labels", "is_sum", "is_mean", "is_shift_known")
-        tasks = {name: mean.state_dict() for name, mean in self.tasks.items()}
-        return {**{name: getattr(self, name) for name in names}, **({"tasks": tasks} if tasks else {})}
+        state: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.tasks:
+            state["tasks"] = {name: mean.state_dict() for name, mean in self.tasks.items()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, so that a resumed run need not ask again; a loss that says more wins."""

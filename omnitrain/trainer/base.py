@@ -629,7 +629,7 @@ class BaseTrainer(Hooks, ABC):
                 "`train()` was called within `train()`, by a callback or a hook of this trainer. A callback can call "
                 "request_evaluate(), request_save() or stop(); another run needs another trainer."
             )
-        self._described = {}  # PyTorch's precision of products may have changed
+        self._described = {}  # PyTorch's precision of products may have changed since
         if overrides.is_active():
             resume_from = overrides.override_run(self, resume_from, more)
         with (
@@ -771,6 +771,7 @@ class BaseTrainer(Hooks, ABC):
             self._checkpointer.eval_weights.begin_training()
         self._seed()
         self._step.prepare()
+        self._described = {}  # what comes before may have changed parts in place
 
     def compile(self, steps: int = 1) -> Compiled:
         """Compile before the run what it would compile in its first steps, and return what was compiled.

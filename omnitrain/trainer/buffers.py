@@ -25,11 +25,11 @@ class Buffers:
 
     def collect(self, model: nn.Module) -> None:
         """List the buffers of a model."""
-        entries = [
-            (module._buffers, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()
-        ]
-        self._places = [(buffers, name) for buffers, name, buffer in entries if buffer is not None]
-        self._tensors = []
+        self._places, self._tensors = [], []
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    self._places.append((module._buffers, name))
 
     def snapshot(self) -> None:
         """Copy them."""

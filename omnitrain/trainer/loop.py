@@ -90,7 +90,8 @@ class Loop:
             logger.info("Algorithms in the order they run: %s.", order)
         with lifecycle.untimed(), lifecycle.clock.during("setup"):
             # both read data, which can take seconds, so only now that signals are handled
-            check_same_data(self.ranks, [self.sets.train, *by_name(self.sets.eval).values()])
+            if self.ranks.world_size > 1:
+                check_same_data(self.ranks, [self.sets.train, *by_name(self.sets.eval).values()])
             self.checkpointer.record_start()
         self._warn_batch_norm()
         self._exchange = None
@@ -501,10 +502,11 @@ class Loop:
         lifecycle = self.lifecycle
         position, excluded = {"step": lifecycle.progress.step, "epoch": lifecycle.progress.epochs}, set[str]()
         for name, loader in by_name(self.sets.eval).items():
-            rows = reversed(lifecycle.metrics["valid"])
-            last = next((row for row in rows if f"eval_{name}_loss" in row), None)
-            if loader.rules is not None and not loader.rules.is_due(position, last):
-                excluded.add(name)
+            if loader.rules is not None:
+                rows = reversed(lifecycle.metrics["valid"])
+                last = next((row for row in rows if f"eval_{name}_loss" in row), None)
+                if not loader.rules.is_due(position, last):
+                    excluded.add(name)
         return frozenset(excluded)
 
     def sanity_check(self) -> None:

@@ -104,7 +104,7 @@ class Spikes:
     def begin_run(self) -> None:
         """Copy the state from which a run is restored that has no checkpoint yet."""
         if self.rewinds and (self.guard.every is not None or self._checkpointer.resumed is None):
-            self._checkpointer.update_copy(self._copy)
+            self._copy.update(self._trainer, self._checkpointer.contents)
 
     def detect(self, wait: bool) -> bool:
         """Judge steps, and return whether there is a spike; called on all ranks after each step.
@@ -132,7 +132,7 @@ class Spikes:
     def keep_copy(self) -> None:
         """Copy the state of the run if it is time, after all that was requested at this step."""
         if self._is_copy_due:
-            self._checkpointer.update_copy(self._copy)
+            self._copy.update(self._trainer, self._checkpointer.contents)
         elif self.guard.every is None and self._lifecycle.saved_path is not None:
             self._copy = LiveCopy()  # checkpoints replace it
 
@@ -209,7 +209,7 @@ class Spikes:
                 f"SpikeGuard cannot go back: there is no checkpoint and no copy from before step {spike.step}. Leave "
                 "saving to `save_steps`, or pass `every`."
             )
-        checkpointer.restore_copy(self._copy)
+        self._copy.restore(self._trainer, checkpointer.contents)
         return "a copy in memory"
 
     def _report(self, spike: Spike, outcome: str) -> None:
@@ -219,7 +219,8 @@ class Spikes:
             indices = loader.sampler.samples(spike.epoch, spike.start, spike.stop).tolist()
         samples = format_list(indices) if indices else f"those at the positions {spike.start} to {spike.stop - 1}"
         self._lifecycle.metrics["left_out_samples"] = self.guard.left_out_samples
-        self._checkpointer.record_left_out({**spike.to_dict(), "samples": indices})
+        if (record := self._checkpointer.contents.record) is not None:  # on the main rank
+            record.add_left_out({**spike.to_dict(), "samples": indices})
         if self._trainer.is_main_process:
             logger.warning("A spike: %s. %s its %d samples: %s", spike, outcome, spike.stop - spike.start, samples)
 
