@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import textwrap
 import time
 from collections.abc import Callable
@@ -106,16 +105,6 @@ def check_run(loop: Loop, samples: int, seconds: float) -> CheckResult:
     """
     begin, ranks = time.perf_counter(), loop.ranks
     outcomes, findings = dict[str, str](), list[CheckFinding]()
-
-    def add(name: str, check: Callable[[], Outcome]) -> None:
-        try:
-            outcomes[name], entries = check()
-            findings.extend(entries)
-        except NotTried as reason:
-            outcomes[name] = f"not tried: {reason}"
-        except Exception as error:
-            outcomes[name] = f"not tried: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
     with unchanged_run(loop):
         batch, problem = _read_batch(loop)
         probe: PassProbe | None = None
@@ -123,25 +112,32 @@ def check_run(loop: Loop, samples: int, seconds: float) -> CheckResult:
             probe = PassProbe(loop, batch, seconds)
             problem = probe.begin()
         findings += [] if problem is None else [problem]
+        fails = ranks.sum("whether the first batch of check() fails", float(problem is not None))[0] > 0
         sample = DataSample.read(loop, samples, seconds) if ranks.is_main else None
         for name, check in _CHECKS.items():
-            if problem is not None or probe is None:
-                reason = "its own `_train_epoch` computes the loss" if loop.has_custom_epoch else "the batch fails"
+            try:
+                if fails or probe is None:
+                    raise NotTried(
+                        "its own `_train_epoch` computes the loss" if loop.has_custom_epoch else "the batch fails"
+                    )
+                if probe.is_collective and name not in _FORWARD_CHECKS:
+                    raise NotTried(_SHARDED)
+                outcomes[name], entries = check(probe)
+                findings += entries
+            except NotTried as reason:
                 outcomes[name] = f"not tried: {reason}"
-            elif probe.is_collective and name not in _FORWARD_CHECKS:
-                outcomes[name] = f"not tried: {_SHARDED}"
-            else:
-                add(name, functools.partial(check, probe))
-        classes = None if probe is None or problem is not None else probe.count_classes()
+            except Exception as error:
+                outcomes[name] = f"not tried: {brief_error(error)}"
+        classes = None if probe is None or fails else probe.count_classes()
         if sample is not None:
             for name, (outcome, entries) in describe_data(sample, classes).items():
                 outcomes[name] = outcome
-                findings += [CheckFinding(*entry) for entry in entries]
-    gathered = ranks.gather("the findings of check()", (outcomes, [asdict(finding) for finding in findings]))
+                findings += entries
+    gathered = ranks.gather("the findings of check()", (outcomes, findings))
     unique, known = list[CheckFinding](), set[tuple[str, str]]()
     for _, entries in gathered:  # what several ranks find is reported once
-        unique += [CheckFinding(**entry) for entry in entries if (entry["check"], entry["where"]) not in known]
-        known |= {(entry["check"], entry["where"]) for entry in entries}
+        unique += [finding for finding in entries if (finding.check, finding.where) not in known]
+        known |= {(finding.check, finding.where) for finding in entries}
     ordered = sorted(unique, key=lambda finding: _SEVERITIES.index(finding.severity))
     return CheckResult(ordered, gathered[0][0], time.perf_counter() - begin)
 

@@ -19,10 +19,8 @@ from omnitrain.checkpoint.fingerprints import content_digest
 from omnitrain.core.errors import format_list
 from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, get_labels
 from omnitrain.data.loaders import by_name, has_length
+from omnitrain.diagnostics.findings import CheckFinding, Outcome
 from omnitrain.trainer.loop import Loop
-
-FindingEntry = tuple[Any, str, str, str, str]
-"""Severity, check, where, what and remedy of a `CheckFinding`."""
 
 # More classes than this are not counted one by one, as those of a language model.
 _MAX_CLASSES = 1000
@@ -237,7 +235,7 @@ def _inputs_of(sample: Any, names: tuple[str, ...]) -> list[tuple[str, Any]]:
     return [("a sample", sample)]
 
 
-def describe_data(sample: DataSample, classes: int | None) -> dict[str, tuple[str, list[FindingEntry]]]:
+def describe_data(sample: DataSample, classes: int | None) -> dict[str, Outcome]:
     """Return the outcome and the findings of each check of the data.
 
     Args:
@@ -251,18 +249,20 @@ def describe_data(sample: DataSample, classes: int | None) -> dict[str, tuple[st
     }
 
 
-def _check_labels(sample: DataSample, classes: int | None) -> tuple[str, list[FindingEntry]]:
-    train, findings = sample.train, list[FindingEntry]()
+def _check_labels(sample: DataSample, classes: int | None) -> Outcome:
+    train, findings = sample.train, list[CheckFinding]()
     if train.problem and not train.read:
         return f"not tried: {train.problem}", []
     if train.problem:
-        findings.append(("error", "labels", train.name, train.problem, "Correct the sample, or leave it out."))
+        findings.append(
+            CheckFinding("error", "labels", train.name, train.problem, "Correct the sample, or leave it out.")
+        )
     ignored = (IGNORED_LABEL, sample.ignore_index)
     for part in (train, *sample.evaluations):
         odd = [label for label in part.labels if not 0 <= label < (classes or label + 1) and label not in ignored]
         if odd and classes is not None:
             label = min(odd, key=lambda label: part.first[label])
-            findings.append((
+            findings.append(CheckFinding(
                 "error", "labels", f"sample {part.first[label]} of {part.name}",
                 f"its label is {label}, and the model scores the classes 0 to {classes - 1}",
                 f"Give the model {max(part.labels) + 1} classes, or number the labels from 0."
@@ -272,7 +272,7 @@ def _check_labels(sample: DataSample, classes: int | None) -> tuple[str, list[Fi
         low, high = train.float_labels
         if low == high and train.read >= _LEAST_SAMPLES:
             what = f"all {train.read} labels that were read are {low:g}"
-            findings.append(("warning", "labels", train.name, what, "Look at how labels are read."))
+            findings.append(CheckFinding("warning", "labels", train.name, what, "Look at how labels are read."))
         return f"from {low:.4g} to {high:.4g} in {train.read:,} samples", findings
     counted = {
         label: count for label, count in train.labels.items() if label not in (IGNORED_LABEL, sample.ignore_index)
@@ -286,34 +286,36 @@ def _check_labels(sample: DataSample, classes: int | None) -> tuple[str, list[Fi
     text = f"{len(counted)} classes in {total:,} samples, {share:.1%} of them {common}{scored}"
     if len(counted) == 1 and total >= _LEAST_SAMPLES:
         what = f"all {total} labels that were read are {common}"
-        findings.append(("warning", "labels", train.name, what, "Look at how labels are read, and at their order."))
+        findings.append(
+            CheckFinding("warning", "labels", train.name, what, "Look at how labels are read, and at their order.")
+        )
     elif share >= _DOMINANT and total >= _LEAST_SAMPLES:
-        findings.append((
+        findings.append(CheckFinding(
             "note", "labels", train.name, f"class {common} has {share:.1%} of the samples, the accuracy of always "
             "answering so", "Look at a metric such as f1_macro, and at class weights or a weighted sampler.",
         ))  # fmt: skip
     if classes is not None and 1 < len(counted) < classes <= _MAX_CLASSES and train.read == train.size:
         absent = [str(label) for label in range(classes) if label not in counted]
-        findings.append((
+        findings.append(CheckFinding(
             "note", "labels", train.name, f"{len(absent)} of {classes} classes have no sample: {format_list(absent)}",
             "Give the model fewer classes, if they never occur.",
         ))  # fmt: skip
     return text, findings
 
 
-def _check_features(train: SetSample) -> tuple[str, list[FindingEntry]]:
-    findings = list[FindingEntry]()
+def _check_features(train: SetSample) -> Outcome:
+    findings = list[CheckFinding]()
     if not train.read:
         return f"not tried: {train.problem or 'nothing was read'}", []
     if train.broken is not None:
         index, name = train.broken
-        findings.append((
+        findings.append(CheckFinding(
             "error", "features", f"sample {index} of {train.name}", f"{name} has a value that is not finite",
             "Replace NaN and infinity in the dataset, or leave the sample out.",
         ))  # fmt: skip
     if len(train.digests) == 1 and train.read >= _LEAST_SAMPLES:
         what = f"all {train.read} samples that were read are the same"
-        findings.append(("warning", "features", train.name, what, "Look at `__getitem__` of the dataset."))
+        findings.append(CheckFinding("warning", "features", train.name, what, "Look at `__getitem__` of the dataset."))
         return "all samples are the same", findings
     texts = list[str]()
     for name, (low, high) in train.ranges.items():
@@ -324,16 +326,20 @@ def _check_features(train: SetSample) -> tuple[str, list[FindingEntry]]:
         texts.append(f"{count} of {constant.numel()} values of {name} are constant")
         if count == constant.numel():
             what = f"{name} is the same in all {train.read} samples that were read"
-            findings.append(("warning", "features", name, what, "Look at how it is read; it tells the model nothing."))
+            findings.append(
+                CheckFinding("warning", "features", name, what, "Look at how it is read; it tells the model nothing.")
+            )
         elif count and low.ndim == 1:
             places = format_list([str(place) for place in constant.nonzero().flatten().tolist()])
             what = f"{count} of {constant.numel()} features are constant: {places}"
-            findings.append(("note", "features", name, what, "They tell the model nothing, and can be left out."))
+            findings.append(
+                CheckFinding("note", "features", name, what, "They tell the model nothing, and can be left out.")
+            )
     return "; ".join(texts) or "no entry of floats of one shape", findings
 
 
-def _check_overlap(sample: DataSample) -> tuple[str, list[FindingEntry]]:
-    train, findings = sample.train, list[FindingEntry]()
+def _check_overlap(sample: DataSample) -> Outcome:
+    train, findings = sample.train, list[CheckFinding]()
     if not sample.evaluations:
         return "no evaluation set", []
     known = train.identities() if train.is_random else train.digests
@@ -353,7 +359,7 @@ def _check_overlap(sample: DataSample) -> tuple[str, list[FindingEntry]]:
         evaluation, training = shared[0]
         is_natural = len(shared) <= 3 * duplicates * len(part.digests) + (duplicates > 0)  # alike by chance
         reason = f"; {duplicates:.0%} of the training samples occur twice anyway" if is_natural else ""
-        findings.append((
+        findings.append(CheckFinding(
             "note" if is_natural else "warning", "overlap", part.name,
             f"{len(shared)} of {len(part.digests)} different samples are in {train.name} too, such as sample "
             f"{evaluation}, which is sample {training} there{reason}",
