@@ -90,6 +90,22 @@ def test_guides_have_examples() -> None:
         assert list(fences(PAGES[page].read_text(encoding="utf-8"), "python")), page
 
 
+LOOKED_UP = {
+    "arguments", "training-arguments", "metric-names", "names", "api", "checkpoint-format", "losses-of-transformers",
+}  # fmt: skip
+"""Pages of tables and formats, which nobody reads from beginning to end."""
+
+
+def test_guides_are_short() -> None:
+    guides = {page for page in PAGES if page.startswith("docs/") and not page.startswith("docs/api-")}
+    guides -= {f"docs/{name}.md" for name in LOOKED_UP}
+    assert sum(len(PAGES[page].read_text(encoding="utf-8").split()) for page in guides) <= 45_000
+    sidebar = re.findall(
+        r"```{toctree}\n:hidden:\n(.*?)```", PAGES["docs/index.md"].read_text(encoding="utf-8"), re.DOTALL
+    )
+    assert len(sidebar[0].split("\n\n")[1].split()) == 12, "guides"
+
+
 def test_page_fences_are_known() -> None:
     included = {"{eval-rst}", "{toctree}", "{include} ../README.md", "{include} ../CHANGELOG.md"}
     for page, path in PAGES.items():
