@@ -59,6 +59,8 @@ _TRAINING_FIELDS = {"batch_size": "per_device_train_batch_size"}
 _folders: dict[str, Path] = {}
 # The number of trainers so far.
 _count = 0
+# The folders that did not exist before the first trainer of a rehearsal, from the innermost one.
+_missing_folders: list[Path] = []
 
 
 def is_active() -> bool:
@@ -120,6 +122,9 @@ def override_arguments(trainer: Any, arguments: dict[str, Any]) -> dict[str, Any
     """Return the arguments of a trainer with all overrides."""
     overrides, arguments = read_overrides(), dict(arguments)
     training_args = next((value for value in arguments.values() if hasattr(value, "output_dir")), None)
+    if "rehearsal" in overrides and training_args is not None:
+        folder = Path(training_args.output_dir).absolute()
+        _missing_folders.extend(path for path in (folder, *folder.parents) if not path.exists())
     if "save_dir" in overrides:
         _redirect(arguments, training_args, Path(overrides["save_dir"]))
     if extra := overrides.get("callbacks"):
@@ -207,6 +212,9 @@ def _rehearse(trainer: Any, rehearsal: Rehearsal) -> NoReturn:
         answer = {"problem": str(error) if isinstance(error, OmnitrainError) else f"{type(error).__name__}: {error}"}
     if trainer.is_main_process:
         write_json(rehearsal["path"], answer)
+        for folder in _missing_folders:  # transformers makes the folder of a run with its trainer
+            with contextlib.suppress(OSError):
+                folder.rmdir()
     raise SystemExit(0)
 
 

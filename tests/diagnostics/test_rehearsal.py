@@ -88,6 +88,17 @@ def test_check_takes_a_script(write: Any, capsys: Any) -> None:
     assert [path.name for path in Path().iterdir()] == [script]
 
 
+def test_rehearsal_leaves_no_folder_of_transformers(write: Any, capsys: Any) -> None:
+    pytest.importorskip("transformers")
+    names = "from transformers import TrainingArguments\nfrom omnitrain import HFTrainer\n"
+    arguments = "TrainingArguments('new/run', save_strategy='epoch', use_cpu=True, report_to=[], disable_tqdm=True)"
+    train = f"HFTrainer(nn.Linear(4, 4), {arguments}, (x, x), loss_fn=nn.functional.mse_loss).train()"
+    script = write(f"{names}{TRAINS}\n{train}")
+    assert main(["plan", "--json", script]) == 0
+    assert json.loads(capsys.readouterr().out)["disk"]["free"]
+    assert [path.name for path in Path().iterdir()] == [script]
+
+
 def test_check_exits_with_1_for_a_fault(write: Any, capsys: Any) -> None:
     assert main(["check", "--json", write(TRAINS.replace("torch.randn", "torch.zeros") + "trainer.train()")]) == 1
     result = json.loads(capsys.readouterr().out)
