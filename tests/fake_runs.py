@@ -13,7 +13,7 @@ def fake_trainer(save_dir: Path | None = None, step: int = 0, is_main_process: b
     return SimpleNamespace(
         progress=Progress(epoch_size=30, step=step), is_main_process=is_main_process, save_dir=save_dir,
         trial_name="trial-7", limits=Limits(max_steps=99), resolved_config=lambda: {"batch_size": 8},
-        lifecycle=SimpleNamespace(is_closing=False, saved_at=None),
+        lifecycle=SimpleNamespace(is_closing=False, saved_at=None, evaluated_step=-1),
     )  # fmt: skip
 
 

@@ -149,6 +149,12 @@ class Distributions(Callback):
                 "or train without `compile`."
             )
 
+    def on_checkpoint_loaded(self, trainer: TrainerLike) -> None:
+        """Start the interval at a state to which the run goes back, without values of later steps."""
+        self._is_due, self._values = False, {}
+        if self._schedule is not None:
+            self._schedule.restart(trainer.progress)
+
     def on_step_start(self, trainer: TrainerLike) -> None:
         step = trainer.progress.step
         self._is_measuring = not (step + 1) % self._steps if self._steps else self._is_due

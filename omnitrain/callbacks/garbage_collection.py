@@ -50,6 +50,9 @@ class GarbageCollection(Callback):
         gc.disable()
         gc.collect()
 
+    def on_checkpoint_loaded(self, trainer: TrainerLike) -> None:
+        self._every.restart(trainer.progress)
+
     def on_step_end(self, trainer: TrainerLike) -> None:
         if self._every.due(trainer.progress):
             gc.collect(self.generation)

@@ -63,6 +63,9 @@ class GradientCheck(Callback):
         self._every.restart(trainer.progress)
         self._is_due, self._has_warned = trainer.world_size > 1, False
 
+    def on_checkpoint_loaded(self, trainer: TrainerLike) -> None:
+        self._every.restart(trainer.progress)
+
     def on_before_optimizer_step(self, trainer: Any) -> None:
         if self._is_due:
             self._is_due = False

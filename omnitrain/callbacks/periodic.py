@@ -91,6 +91,8 @@ class Periodic(Callback):
         self._schedule: Every | AnyInterval | None = None
         # Values for the next row of logs.
         self._values: dict[str, float] = {}
+        # The step that they are of; -1 for those of a checkpoint.
+        self._step = -1
         # When the current work must end, by `time.monotonic`.
         self._deadline = math.inf
 
@@ -125,6 +127,13 @@ class Periodic(Callback):
         self._schedule = make_interval(self._rules, trainer.limits)
         self._schedule.restart(_close_epoch(trainer.progress))
 
+    def on_checkpoint_loaded(self, trainer: TrainerLike) -> None:
+        """Start the interval at a state to which the run goes back, without values of later steps."""
+        if self._schedule is not None:
+            self._schedule.restart(_close_epoch(trainer.progress))
+        if self._step > trainer.progress.step:
+            self._values = {}
+
     def on_step_end(self, trainer: Any) -> None:
         if self._schedule is None or not self._schedule.due(_close_epoch(trainer.progress)) or self.is_disabled:
             return
@@ -137,6 +146,7 @@ class Periodic(Callback):
                 "%s was ended at step %d by `timeout=%g` seconds.", self.name, trainer.progress.step, self.timeout
             )
         self._values |= values
+        self._step = trainer.progress.step
         if values:
             trainer.control.schedule("log")
 
@@ -152,7 +162,7 @@ class Periodic(Callback):
         return {"values": self._values} if self._values else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._values = dict(state.get("values", {}))
+        self._values, self._step = dict(state.get("values", {})), -1
 
     def log_values(self, trainer: TrainerLike) -> Mapping[str, float]:
         values, self._values = self._values, {}

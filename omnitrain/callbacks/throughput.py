@@ -109,6 +109,11 @@ class Throughput(Callback):
         if self.flops is not None or trainer.settings.compile:
             trainer.lifecycle.unsubscribe(self, Event.STEP_START, Event.STEP_END)
 
+    def on_checkpoint_loaded(self, trainer: TrainerLike) -> None:
+        """Take rates from a state on to which the run goes back."""
+        self._rows.clear()
+        self._rows.append(_Totals.of(trainer))
+
     def on_step_start(self, trainer: TrainerLike) -> None:
         self._flops = {"forward": 0.0, "backward": 0.0}
         self._start_counts = trainer.progress.samples, trainer.progress.tokens

@@ -77,6 +77,8 @@ class Trace(RowFile):
         self.every: int = int(every)
         self._is_tracing = False
         self._step = 0
+        # The epoch to which the run goes back; infinity at any other time.
+        self._epoch = math.inf
         self._unseen: frozenset[str] = frozenset()
         # The digests of the step, two int64 on the device each, and those that are known on the host.
         self._digests: dict[str, Tensor] = {}
@@ -106,11 +108,15 @@ class Trace(RowFile):
                 self._seeded = _digest_random(trainer.device)
 
     def on_checkpoint_loaded(self, trainer: TrainerLike) -> None:
-        """Drop the rows after a checkpoint to which the run goes back."""
+        """Drop the rows after a checkpoint that is loaded within the run."""
         if self._is_active:
-            self._copies.clear()
-            self._end(trainer)
-            self._start(trainer, is_test=False)
+            self.restart(trainer)
+
+    def restart(self, trainer: TrainerLike) -> None:
+        self._copies.clear()
+        self._epoch = round(trainer.progress.epochs, 6)
+        super().restart(trainer)
+        self._epoch = math.inf
 
     def on_step_start(self, trainer: TrainerLike) -> None:
         """Digest what the step begins with."""
@@ -233,6 +239,11 @@ class Trace(RowFile):
         if not math.isfinite(values.get("mean_loss", 0.0)):
             values["mean_loss"] = None
         return (json.dumps(values, allow_nan=False) + "\n").encode()
+
+    def _is_later(self, row: Mapping[str, Any]) -> bool:
+        # a skipped step has the number of the one before
+        is_skipped_later = row["step"] == self._until and "skipped" in row and row["epoch"] > self._epoch
+        return is_skipped_later or super()._is_later(row)
 
     def _parse(self, line: bytes) -> Mapping[str, Any] | None:
         return parse_row(line)

@@ -514,6 +514,7 @@ class Checkpointer:
         if self.store is not None:
             return
         try:
+            self.contents.check_live_position()
             self.finished_run.live_state = self.contents.capture_live_state()
         except Exception as error:  # not raised: the run has ended well, and may never be continued
             logger.debug("The run cannot be continued.", exc_info=True)

@@ -238,12 +238,16 @@ class Contents:
             self.record.complete()
         return files, payload
 
+    def check_live_position(self) -> None:
+        """Raise CheckpointError if only a checkpoint has the position in the training data."""
+        loader = self._sets.train
+        source = getattr(loader, "loader", getattr(loader, "dataset", None))
+        if self._lifecycle.progress.samples_in_epoch and not isinstance(loader, MapLoader) and has_state(source):
+            raise CheckpointError("the position of data with a `state_dict()` inside an epoch needs a `save_dir`")
+
     def capture_live_state(self) -> dict[str, Any]:
         """Return the state that live objects lose when a run ends, for continuing the run in this process."""
-        trainer, lifecycle, loader = self._trainer, self._lifecycle, self._sets.train
-        source = getattr(loader, "loader", getattr(loader, "dataset", None))
-        if lifecycle.progress.samples_in_epoch and not isinstance(loader, MapLoader) and has_state(source):
-            raise CheckpointError("the position of data with a `state_dict()` inside an epoch needs a `save_dir`")
+        trainer, lifecycle = self._trainer, self._lifecycle
         loop = self._capture_history(lifecycle.state_dict())  # collective
         return {
             **loop,
@@ -393,9 +397,9 @@ class Contents:
                 restore_with_undo(scheduler, state_dicts.from_json(content["scheduler"]), undo)
             self.restore_weights(checkpoint)
             self._eval_weights.are_loaded = False
-            if trained:  # the model has the weights for evaluations now, which belong to the algorithms
-                if "algorithms" not in changed:
-                    self._eval_weights.restore(trained)
+            if trainer.algorithms and "algorithms" not in changed:
+                self._eval_weights.restore(trained)  # the model has the weights for evaluations, which belong to them
+            if trained:
                 where, rest = _trained_weights(checkpoint)
                 trainer.backend.load_weights(trained, where, content["extra_state"], rest)
             undo.pop_all()
@@ -741,15 +745,27 @@ class Contents:
                 position = None if position["state"] is None else position
             loader.resume_at(None if position is None else StreamPosition(**position))
 
+    def data_position(self) -> StreamPosition | None:
+        """Return this rank's position in data that have states; None for other data."""
+        loader, progress = self._sets.train, self._lifecycle.progress
+        if loader is None:
+            return None
+        return loader.position_at(progress.epoch, progress.samples_in_epoch, progress.batches_in_epoch)
+
+    def resume_data(self, position: StreamPosition | None) -> None:
+        """Begin the next pass over the data at the result of `data_position`."""
+        if self._sets.train is not None:
+            self._sets.train.resume_at(position)
+
     def _capture_stream(self, tensors: dict[str, torch.Tensor]) -> Any:
         """Return the position of data that have states, as JSON types; None for data without states.
 
         The tensors in the state are added to `tensors`.
         """
-        loader, progress, ranks = self._sets.train, self._lifecycle.progress, self._trainer.ranks
+        loader, ranks = self._sets.train, self._trainer.ranks
         if loader is None or isinstance(loader, MapLoader):
             return None
-        position = loader.position_at(progress.epoch, progress.samples_in_epoch, progress.batches_in_epoch)
+        position = self.data_position()
         if loader.is_split:
             state = None if position is None else position.state
             gathered = ranks.gather_on_main("the states of the training data", [state])

@@ -12,9 +12,11 @@ from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.checkpointer import HostWeights
 from omnitrain.checkpoint.contents import CheckpointedTrainer, Contents
+from omnitrain.checkpoint.eval_weights import EvalWeights
 from omnitrain.checkpoint.tensor_files import host_copy
 from omnitrain.core.progress import Progress
 from omnitrain.data.stateful import stateful_parts
+from omnitrain.data.streams import StreamPosition
 
 _Moments = dict[torch.Tensor, dict[str, Any]]
 
@@ -27,6 +29,8 @@ class LiveCopy:
     """
 
     weights: HostWeights = field(default_factory=HostWeights)
+    _eval_weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    _position: StreamPosition | None = None
     _moments: list[_Moments] = field(default_factory=list)
     _states: dict[str, Any] = field(default_factory=dict)
     _parts: dict[str, Any] = field(default_factory=dict)
@@ -38,14 +42,10 @@ class LiveCopy:
         """The position of the copy; None before the first one."""
         return self.weights.progress
 
-    def update(self, trainer: CheckpointedTrainer, contents: Contents) -> None:
-        """Copy the present state; called on all ranks.
-
-        Raises:
-            CheckpointError: Within an epoch of a stream with a `state_dict()`, whose position only checkpoints have.
-        """
-        backend = trainer.backend
-        self._states = contents.capture_live_state()
+    def update(self, trainer: CheckpointedTrainer, contents: Contents, eval_weights: EvalWeights) -> None:
+        """Copy the present state; called on all ranks."""
+        backend, trained = trainer.backend, trainer.backend.model_tensors()
+        self._states, self._position = contents.capture_live_state(), copy.deepcopy(contents.data_position())
         optimizers = backend.built_optimizers
         moments = self._moments or [{} for _ in optimizers]
         self._moments = [
@@ -55,9 +55,12 @@ class LiveCopy:
         self._parts = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
         self._algorithms = [copy.deepcopy(algorithm.state_dict()) for algorithm in trainer.algorithms]
         self._scaler = backend.scaler.state_dict()
-        self.weights.update(backend, backend.model_tensors(), trainer.progress)
+        self.weights.update(backend, trained, trainer.progress)
+        differing = eval_weights.differing(trained)
+        self._eval_weights = {name: self._eval_weights[name] for name in self._eval_weights.keys() & differing.keys()}
+        backend.snapshot_weights(self._eval_weights, differing)
 
-    def restore(self, trainer: CheckpointedTrainer, contents: Contents) -> None:
+    def restore(self, trainer: CheckpointedTrainer, contents: Contents, eval_weights: EvalWeights) -> None:
         """Restore the state, with its random numbers."""
         backend = trainer.backend
         for algorithm, state in zip(trainer.algorithms, self._algorithms, strict=True):
@@ -65,10 +68,15 @@ class LiveCopy:
         parts = stateful_parts(trainer.settings, backend.model)
         for name, state in self._parts.items():
             parts[name].load_state_dict(copy.deepcopy(state))
+        # as in a checkpoint, the algorithms copy weights for evaluations, such as averages, from the model
+        if self._eval_weights:
+            backend.restore_snapshot({**self.weights.tensors, **self._eval_weights}, {})
+        eval_weights.restore(self._eval_weights)
         backend.restore_snapshot(self.weights.tensors, self.weights.extra)
         for optimizer, moments in zip(backend.built_optimizers, self._moments, strict=True):
             _restore_moments(optimizer, backend, moments)
         contents.restore_live_state(copy.deepcopy({**self._states, "rng": None}))
+        contents.resume_data(copy.deepcopy(self._position))
         if backend.scaler.is_enabled():
             backend.scaler.load_state_dict(self._scaler)
         generators, rest = self._states["rng"]

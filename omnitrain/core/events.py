@@ -314,6 +314,8 @@ class LifecycleLike(Protocol):
     """The position of the run's latest checkpoint; None before the first."""
     saved_path: Path | None
     """The folder of the latest checkpoint of the run."""
+    evaluated_step: int
+    """The step of the run's latest evaluation; -1 before the first."""
     resumed_from: Path | None
     """The folder of the checkpoint that the run was resumed from; None for a fresh start."""
     trained_before: int
@@ -639,7 +641,7 @@ class Algorithm:
         return dict(weights)
 
     def restore_weights(self, trainer: TrainerLike, weights: Mapping[str, Any]) -> None:
-        """Restore a copy of the weights that `transform_weights` returned for the loaded checkpoint."""
+        """Restore a copy of the weights that `transform_weights` changed for the loaded checkpoint, or of none."""
 
     def transform_metrics(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics of an evaluation, before anything else uses them."""

@@ -195,6 +195,12 @@ class Sets:
         if ranks.world_size > 1:
             self.check_sizes(self.train, self.eval, self.test)
 
+    @property
+    def _keeps_states(self) -> bool:
+        """Whether something may restore the positions in the training data."""
+        settings = self._settings
+        return settings.save_dir is not None or any("rewinding" in algorithm.needs for algorithm in settings.algorithms)
+
     def _train_loader(self) -> Loader:
         settings = self._settings
         self._reject_split_stream(settings.train_dataset, "train_dataset")
@@ -215,7 +221,7 @@ class Sets:
                 raise self._indivisible(rounds, "a ShardedStream, of which each rank reads other parts")
             return ShardedLoader(
                 settings.train_dataset, settings.batch_size, ReadOptions(**self._loading),
-                settings.save_dir is not None, dataset_title("train_dataset"),
+                self._keeps_states, dataset_title("train_dataset"),
             )  # fmt: skip
         if rounds is not None and self._ranks.is_main:
             logger.info(
@@ -225,7 +231,7 @@ class Sets:
             )  # fmt: skip
         return make_loader(
             self._transform(settings.train_dataset), settings.batch_size, name="train_dataset", rounds=rounds,
-            shuffle=settings.shuffle, keep_states=settings.save_dir is not None, **self._sampling, **self._loading,
+            shuffle=settings.shuffle, keep_states=self._keeps_states, **self._sampling, **self._loading,
         )  # fmt: skip
 
     def _indivisible(self, rounds: MicrobatchLayout, data: str) -> ConfigError:
@@ -323,7 +329,7 @@ class Sets:
         settings, share = self._settings, self.share
         sources = (settings.eval_dataset, settings.eval_loader, settings.test_dataset, settings.test_loader)
         is_shared = any(source is settings.train_loader for source in sources) and settings.train_loader is not None
-        keep_states = name == "train_loader" and settings.save_dir is not None and not is_shared
+        keep_states = name == "train_loader" and self._keeps_states and not is_shared
         return UserLoader(loader, settings.seed, share.rank, share.size, dataset_title(name), keep_states)
 
     def set_train_loader(self, loader: Any) -> None:

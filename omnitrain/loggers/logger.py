@@ -149,6 +149,10 @@ class RowLogger(Callback, ABC):
         self._pace.begin(trainer)
         self._start(trainer, is_test=False)
 
+    def restart(self, trainer: TrainerLike) -> None:
+        """Start the interval at a state to which the run has gone back, and drop the rows after it, if possible."""
+        self._pace.begin(trainer)
+
     def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
         """Write a row of training, if its interval is over, or the result of a test."""
         if not is_test_row(logs):

@@ -55,11 +55,17 @@ class RowFile(RowLogger):
         if trainer.save_dir is None or not trainer.is_main_process:
             return False
         self._path = Path(trainer.save_dir) / self.filename
-        is_fresh = trainer.progress.step == 0 and trainer.lifecycle.saved_at is None
+        lifecycle = trainer.lifecycle
+        is_fresh = trainer.progress.step == 0 and lifecycle.saved_at is None and lifecycle.evaluated_step < 0
         self._until = math.inf if is_test else -1 if is_fresh else trainer.progress.step
         with self._tolerance:
             self._open(trainer)
         return True
+
+    def restart(self, trainer: TrainerLike) -> None:
+        super().restart(trainer)
+        self._end(trainer)
+        self._start(trainer, is_test=False)
 
     def _open(self, trainer: TrainerLike) -> None:
         if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
@@ -92,7 +98,7 @@ class RowFile(RowLogger):
                     if row is None:
                         damaged += line.endswith(b"\n")  # otherwise a row that a killed run did not complete
                     # Rows written at the end of a run are off the interval: a longer run would not have them.
-                    elif row["step"] <= self._until and not (row.get("final") and self._until < math.inf):
+                    elif not self._is_later(row) and not (row.get("final") and self._until < math.inf):
                         last[row["kind"]] = (row["step"], round(float(row["epoch"]), 6))
                         yield line.rstrip(b"\r\n") + b"\n"
                 if damaged:
@@ -107,6 +113,10 @@ class RowFile(RowLogger):
         if self._until == math.inf:  # the run continues after an error, and may have more reports of this step
             last.pop("report", None)
         return last
+
+    def _is_later(self, row: Mapping[str, Any]) -> bool:
+        """Return whether a row is of a step after the last one that stays."""
+        return row["step"] > self._until
 
     def _write(self, row: LogRow) -> None:
         values: dict[str, Any] = {"kind": row.kind, "step": row.step, "epoch": row.epoch}

@@ -103,13 +103,11 @@ class Loop:
             self.checkpointer.resume_random_numbers()
         else:
             lifecycle.pending_evaluation = self.settings.eval_on_start
-        if self.step.spikes is not None:
-            if self.has_custom_epoch:
-                raise ConfigError(
-                    f"`algorithms` holds SpikeGuard, and {type(self.trainer).__name__} has a custom "
-                    "`_train_epoch`, whose steps nothing judges. Leave one of them out."
-                )
-            self.step.spikes.begin_run()
+        if self.step.spikes is not None and self.has_custom_epoch:
+            raise ConfigError(
+                f"`algorithms` holds SpikeGuard, and {type(self.trainer).__name__} has a custom `_train_epoch`, whose "
+                "steps nothing judges. Leave one of them out."
+            )
         self.agree("the beginning of the run")
         if lifecycle.pending_evaluation and lifecycle.stop != "signal":
             lifecycle.control.save = lifecycle.control.save or lifecycle.pending_save
@@ -129,6 +127,8 @@ class Loop:
             ):
                 self.sanity_check()
             self.agree("the end of the rehearsal")
+        if self.step.spikes is not None:
+            self.step.spikes.begin_run()
         lifecycle.is_epoch_complete = not lifecycle.progress.samples_in_epoch
         if self.has_epoch_to_end:  # a checkpoint on the last step of an epoch is saved before the epoch ends
             self.begin_epoch()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections import deque
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import DataLoader
 
 from omnitrain.algorithms.spike_guard import Spike, SpikeGuard
 from omnitrain.callbacks.cadence import Cadence
@@ -17,6 +19,7 @@ from omnitrain.core.errors import CheckpointError, NonFiniteError, format_list
 from omnitrain.core.events import Event
 from omnitrain.core.progress import Progress
 from omnitrain.data.loaders import MapLoader, close_loaders
+from omnitrain.loggers.logger import RowLogger
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -52,6 +55,8 @@ class Spikes:
         self._is_urgent = False
         self._before: tuple[Any, float] = (0.0, 0.0)
         self._copy = LiveCopy()
+        # The data that have a state, and their states before the run reads them.
+        self._data: list[tuple[Any, Any]] = []
         self._in_a_row = 0
         self._latest_step = -math.inf
 
@@ -103,8 +108,14 @@ class Spikes:
 
     def begin_run(self) -> None:
         """Copy the state from which a run is restored that has no checkpoint yet."""
-        if self.rewinds and (self.guard.every is not None or self._checkpointer.resumed is None):
-            self._copy.update(self._trainer, self._checkpointer.contents)
+        if not self.rewinds:
+            return
+        checkpointer = self._checkpointer
+        # a loader of PyTorch begins each pass at its beginning, and may create workers to return its state
+        sources = [each for each in self._trainer.train_loader.stateful_sources() if not isinstance(each, DataLoader)]
+        self._data = [(source, copy.deepcopy(source.state_dict())) for source in sources]
+        if self.guard.every is not None or checkpointer.resumed is None:
+            self._copy.update(self._trainer, checkpointer.contents, checkpointer.eval_weights)
 
     def detect(self, wait: bool) -> bool:
         """Judge steps, and return whether there is a spike; called on all ranks after each step.
@@ -132,7 +143,8 @@ class Spikes:
     def keep_copy(self) -> None:
         """Copy the state of the run if it is time, after all that was requested at this step."""
         if self._is_copy_due:
-            self._copy.update(self._trainer, self._checkpointer.contents)
+            checkpointer = self._checkpointer
+            self._copy.update(self._trainer, checkpointer.contents, checkpointer.eval_weights)
         elif self.guard.every is None and self._lifecycle.saved_path is not None:
             self._copy = LiveCopy()  # checkpoints replace it
 
@@ -178,38 +190,40 @@ class Spikes:
             )
         left_out, seconds, clock = [*guard.left_out, spike], lifecycle.progress.seconds, lifecycle.clock.state_dict()
         self._checkpointer.await_background()
-        source = self._restore(spike)
+        close_loaders(self._trainer.train_loader)
+        for source, state in self._data:  # from which the next pass reads up to the position that is restored
+            source.load_state_dict(copy.deepcopy(state))
+        origin = self._restore(spike)
         guard.left_out = left_out
         lifecycle.progress.seconds = seconds
         lifecycle.clock.load_state_dict(clock)
         lifecycle.saved_at = None  # a checkpoint here lacks what is left out from now on
         lifecycle.undo_requests()
         self._step.guard.reset()
-        close_loaders(self._trainer.train_loader)
         self.spike = None
         self._pending.clear()
-        self._report(spike, f"The run continues from step {lifecycle.progress.step} ({source}), and leaves out")
+        self._report(spike, f"The run continues from step {lifecycle.progress.step} ({origin}), and leaves out")
         for callback in lifecycle.callbacks:
-            if isinstance(callback, Cadence):
+            if isinstance(callback, (Cadence, RowLogger)):
                 callback.restart(self._trainer)
         lifecycle.emit(Event.CHECKPOINT_LOADED)
 
     def _restore(self, spike: Spike) -> str:
         """Restore the newest state from before a spike, and return what it was."""
         checkpointer, resumed = self._checkpointer, self._checkpointer.resumed
-        position = self._copy.progress
-        for folder in (self._lifecycle.saved_path, None if resumed is None else resumed.folder):
-            checkpoint = None if folder is None else checkpointer.find(folder)
-            step = -1 if checkpoint is None else Progress.from_state(checkpoint.content["progress"]).step
-            if checkpoint is not None and (-1 if position is None else position.step) < step < spike.step:
-                checkpointer.restore_in_run(checkpoint)
-                return checkpoint.folder.name
+        position, folder = self._copy.progress, self._lifecycle.saved_path or (resumed and resumed.folder)
+        # only the newest, since `save_total_limit` and `save_only_model` may have reduced an earlier one
+        checkpoint = None if folder is None else checkpointer.find(folder)
+        step = -1 if checkpoint is None else Progress.from_state(checkpoint.content["progress"]).step
+        if checkpoint is not None and (-1 if position is None else position.step) < step < spike.step:
+            checkpointer.restore_in_run(checkpoint)
+            return checkpoint.folder.name
         if position is None or position.step >= spike.step:
             raise CheckpointError(
                 f"SpikeGuard cannot go back: there is no checkpoint and no copy from before step {spike.step}. Leave "
                 "saving to `save_steps`, or pass `every`."
             )
-        self._copy.restore(self._trainer, checkpointer.contents)
+        self._copy.restore(self._trainer, checkpointer.contents, checkpointer.eval_weights)
         return "a copy in memory"
 
     def _report(self, spike: Spike, outcome: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -12,11 +13,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recipes import callback, same, small_trainer, weights
+from recipes import StopAt, callback, same, small_trainer, weights
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from omnitrain import AccelerateTrainer, CheckpointError, ConfigError, HFTrainer, NonFiniteError, SpikeGuard, Trainer
+from omnitrain import (
+    EMA,
+    SWA,
+    AccelerateTrainer,
+    CheckpointError,
+    ConfigError,
+    CsvLogger,
+    HFTrainer,
+    NonFiniteError,
+    Periodic,
+    SpikeGuard,
+    Throughput,
+    Trace,
+    Trainer,
+)
 from omnitrain.algorithms.spike_guard import Spike
 
 KINDS = [Trainer, AccelerateTrainer, HFTrainer]
@@ -54,6 +69,24 @@ class StreamOfRows(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         rows = Rows()
         return (rows[index] for index in range(len(rows)))
+
+
+class StreamWithState(StreamOfRows):
+    """The same, which a new pass continues where the one before was left."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for row in itertools.islice(super().__iter__(), self.at, None):
+            self.at += 1
+            yield row
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
 
 
 def model() -> nn.Module:
@@ -145,10 +178,90 @@ def test_rewind_leaves_the_rest_of_the_history_as_it_was(tmp_path: Path) -> None
     assert_as_without(trainer)
 
 
+def test_rewind_to_the_beginning_keeps_the_first_evaluation(tmp_path: Path) -> None:
+    options = {"eval_on_start": True, "eval_dataset": Rows(bad=(), size=8), "load_best_at_end": False}
+    trainer = build(tmp_path / "run", guard(), save_steps=1000, keep_best=0, **options)
+    trainer.train()
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert trainer.metrics["left_out_samples"] == 8
+    assert [row["step"] for row in trainer.metrics["valid"]] == [0, 38]
+    assert [row["step"] for row in rows if row["kind"] == "eval"] == [0, 38]
+
+
 def test_rewind_of_a_stream_leaves_out_its_samples(tmp_path: Path) -> None:
     trainer = build(tmp_path / "run", guard(), data=StreamOfRows(), max_steps=30, epochs=None)
     trainer.train()
     assert [(spike.start, spike.stop) for spike in trainer.algorithms[0].left_out] == [(28, 32), (100, 104)]
+
+
+@pytest.mark.parametrize(("saves", "every"), [(True, None), (False, 3), (False, 1000)])
+def test_rewind_of_a_stream_with_state(saves: bool, every: int | None, tmp_path: Path) -> None:
+    """From checkpoints, from copies within an epoch, and from the beginning."""
+    options = {"max_steps": 30, "epochs": None, "save_steps": 10 if saves else None}
+    run, plain = (
+        build(tmp_path / name if saves else None, guard(every=every), data=data, **options)
+        for name, data in {"run": StreamWithState(), "plain": StreamOfRows()}.items()
+    )
+    run.train()
+    plain.train()
+    assert run.algorithms[0].left_out == plain.algorithms[0].left_out != []
+    assert same(weights(run.model), weights(plain.model))
+
+
+@pytest.mark.parametrize(
+    ("average", "options"),
+    [
+        (lambda: EMA(0.9), {"every": 3}),
+        (lambda: EMA(0.9), {"save_steps": 1000}),
+        (lambda: SWA("12ba", every=1), {"save_steps": 10}),
+        (lambda: SWA("12ba", every=1), {"every": 10, "save_steps": 1000}),
+    ],
+)
+def test_rewind_restores_averages(average: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    """The run ends with them; a state from before the first average has none."""
+    every = options.get("every")
+    trainer = build(tmp_path / "run", guard(every=every), average(), save_steps=options.get("save_steps", 10))
+    trainer.train()
+    reference = build(None, average(), data=Rows(keep=kept(trainer)), save_steps=None)
+    reference.train()
+    assert trainer.metrics["left_out_samples"] == 8
+    assert same(weights(trainer.model), weights(reference.model))
+
+
+def test_rewind_takes_the_intervals_of_callbacks_along(tmp_path: Path) -> None:
+    """The step that spikes is the end of an interval, and follows the copy; rates count no step twice."""
+    expected = build(None, guard(every=1), save_steps=None)
+    expected.train()
+    step = expected.algorithms[0].left_out[0].step
+    every = f"{step}ba"
+    callbacks = [Periodic(lambda trainer: {"drawn": 1.0}, every), Throughput(), CsvLogger(every=every)]
+    trainer = build(tmp_path / "run", guard(every=1), callbacks=callbacks, save_steps=1000)
+    trainer.train()
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "drawn" in row] == [step, 2 * step]
+    assert all(row["steps_per_second"] > 0 for row in rows if "steps_per_second" in row)
+    table = (tmp_path / "run/metrics.csv").read_text().splitlines()
+    assert [int(line.split(",")[1]) for line in table[1:]] == [step, 2 * step, 38]
+
+
+def test_rewind_drops_values_of_undone_steps(tmp_path: Path) -> None:
+    """The log that shows them begins with the rewind."""
+    expected = build(tmp_path / "expected", guard(every=3), log_steps=1)
+    expected.train()
+    step = expected.algorithms[0].left_out[0].step
+    callbacks = [Periodic(lambda trainer: {"at": trainer.progress.step}, every=lambda progress: progress.step >= step)]
+    trainer = build(tmp_path / "run", guard(every=3), callbacks=callbacks, log_steps=1)
+    trainer.train()
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["at"]) for row in rows if "at" in row] == [(at, at) for at in range(step, 39)]
+
+
+def test_rewind_drops_the_traced_row_of_a_skipped_step(tmp_path: Path) -> None:
+    """That of a loss that is not finite, which has the number of the step before."""
+    trainer = build(tmp_path / "run", guard(every=1), data=Rows(value=math.nan), callbacks=[Trace()])
+    trainer.train()
+    rows = [json.loads(line) for line in (tmp_path / "run/trace.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["kind"] == "step"] == list(range(1, 39))
 
 
 @pytest.mark.processes
@@ -196,6 +309,16 @@ def test_resumed_run_leaves_out_the_same(step: int, tmp_path: Path) -> None:
     assert resumed.algorithms[0].left_out == expected.algorithms[0].left_out
     assert resumed.metrics["left_out_samples"] == 8
     assert same(weights(resumed.model), weights(expected.model))
+
+
+def test_resumed_run_rewinds_past_a_reduced_checkpoint(tmp_path: Path) -> None:
+    """`save_only_model` has reduced the one from which it was resumed."""
+    options = {"save_only_model": "all_but_last", "save_steps": 2}
+    build(tmp_path / "run", guard(every=1), callbacks=[StopAt(3)], **options).train()
+    resumed = build(tmp_path / "run", guard(every=1), callbacks=[callback()], **options)
+    resumed.train(resume_from="auto")
+    assert resumed.metrics["left_out_samples"] == 8
+    assert_as_without(resumed)
 
 
 def test_kill_within_a_rewind_is_resumed(tmp_path: Path) -> None:
