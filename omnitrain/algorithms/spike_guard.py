@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
@@ -16,6 +17,9 @@ from omnitrain.core.events import Algorithm, TrainerLike
 _DEVIATION_PER_MAD = 1.4826
 # The smallest deviation, as a share of the median: a loss that hardly varies has no spike at the least change.
 _SMALLEST_DEVIATION = 0.01
+# A gradient norm that is at most this many times the largest of the latest ones only grows, as at the end of the
+# plateau that many runs begin with: far above the median of the window, but with no sample to blame.
+_GROWTH, _LATEST = 1.75, 8
 
 LOSS, NORM = "loss", "grad_norm"
 
@@ -62,7 +66,8 @@ class SpikeGuard(Algorithm):
 
     A step spikes if its loss or norm is not finite, or lies more than `threshold` deviations above the median of the
     last `window` steps, the deviation being 1.4826 times the median absolute deviation, and at least 1 % of the
-    median. Judging begins once a quarter of the window is known.
+    median; a norm also above 1.75 times the largest of the last 8, as norms grow early in a run. Judging begins
+    once a quarter of the window is known.
 
     "rewind" restores the newest checkpoint, or copy in memory, from before the step, and trains from there without its
     samples: bit for bit the run of data that never had them, up to the counts of samples and epochs. Steps are judged
@@ -135,20 +140,22 @@ class SpikeGuard(Algorithm):
     def find_spike(self, position: Mapping[str, int], loss: float, norm: float) -> Spike | None:
         """Return the spike if the next step is one, given its position; otherwise its values count from then on."""
         for kind, value in ((LOSS, loss), (NORM, norm)):
-            limit = self._limit(self._recent[kind])
+            limit = self._limit(kind)
             if not value <= limit or not math.isfinite(value):  # NaN is not below anything
                 return Spike(**position, kind=kind, value=value, limit=limit)
         self._recent[LOSS].append(loss)
         self._recent[NORM].append(norm)
         return None
 
-    def _limit(self, values: Sequence[float]) -> float:
+    def _limit(self, kind: str) -> float:
+        values = self._recent[kind]
         if len(values) < max(self.window // 4, 2):
             return math.inf
         median = statistics.median(values)
         deviation = _DEVIATION_PER_MAD * statistics.median(abs(value - median) for value in values)
         deviation = max(deviation, _SMALLEST_DEVIATION * abs(median))
-        return median + self.threshold * deviation if deviation else math.inf
+        limit = median + self.threshold * deviation if deviation else math.inf
+        return max(limit, _GROWTH * max(itertools.islice(reversed(values), _LATEST))) if kind == NORM else limit
 
     def is_left_out(self, epoch: int, start: int, stop: int) -> bool:
         """Return whether any sample at these positions of an epoch is left out."""

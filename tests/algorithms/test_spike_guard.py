@@ -449,6 +449,16 @@ def test_falling_loss_has_no_spike() -> None:
     assert judge([math.exp(-number / 20) for number in range(200)]) == [None] * 200
 
 
+def test_growing_norm_has_no_spike() -> None:
+    """At the end of a plateau it grows tenfold in 20 steps, each time by little; a jump is a spike even then."""
+    spike_guard = SpikeGuard()
+    norms = [0.3 + 0.05 * math.sin(number) for number in range(30)]
+    norms += [norms[-1] * 1.12**number * (1 + 0.2 * math.sin(2 * number)) for number in range(20)]
+    assert [spike_guard.find_spike(POSITION, 1.0, norm) for norm in norms] == [None] * 50
+    spike = spike_guard.find_spike(POSITION, 1.0, 3 * max(norms))
+    assert spike is not None and spike.kind == "grad_norm" and max(norms) < spike.limit
+
+
 def test_norm_spikes_too() -> None:
     spike_guard = SpikeGuard(window=8)
     for norm in (1.0, 1.1, 0.9, 1.0):

@@ -27,8 +27,8 @@ SHORT: dict[str, dict[str, str]] = {
 CHECK = "omnitrain check"
 DRILL = "omnitrain drill --kills 1 --signals kill"
 PARITY = "omnitrain parity --steps 3 --on ddp,split"
-SPOILT = 7
-"""The sample that the spikes come from."""
+SPOILT = {"images.py": 7, "causal_lm.py": 7, "native_digits.yaml": 472}
+"""The sample that the spikes come from; that of the YAML file comes once enough steps are known."""
 
 
 class Row(NamedTuple):
@@ -91,7 +91,7 @@ CAUSAL_LM = [
     Row("causal_lm.py", "leak", {CREATE: f"    valid += train[:50]\n{CREATE}"}, CHECK,
         ["warning: overlap, the evaluation set: 49 of 149 different samples"]),
     Row("causal_lm.py", "spike",
-        {LOG: GUARD, VALID: f"    train[{SPOILT}]['input_ids'] = train[{SPOILT}]['input_ids'][::-1] * 20\n{VALID}"},
+        {LOG: GUARD, VALID: f"    train[7]['input_ids'] = train[7]['input_ids'][::-1] * 20\n{VALID}"},
         "python", [SPIKE], 0),
 ]  # fmt: skip
 
@@ -128,12 +128,12 @@ SEED = "    torch.manual_seed(0)"
 NUDGED: dict[str, dict[str, dict[str, str]]] = {
     "images.py": {
         "seed": {"epochs=epochs,": "epochs=epochs, seed=1,"}, "rate": {"rate=1e-2": "rate=1.1e-2"},
-        "sample": {SEED: f"    images[{SPOILT}] += 1e-3\n{SEED}"}, "labels": {SEED: f"    labels[:] = 3\n{SEED}"},
+        "sample": {SEED: f"    images[7] += 1e-3\n{SEED}"}, "labels": {SEED: f"    labels[:] = 3\n{SEED}"},
         "source": {"nn.ReLU()": "nn.GELU()"},
     },
     "causal_lm.py": {
         "seed": {"epochs=epochs,": "epochs=epochs, seed=1,"}, "rate": {"rate=5e-3": "rate=5.1e-3"},
-        "sample": {SEED: f"    train[{SPOILT}]['input_ids'][3] = 5\n{SEED}"},
+        "sample": {SEED: f"    train[7]['input_ids'][3] = 5\n{SEED}"},
         "labels": {SEED: f"    train = [{{'input_ids': sample['input_ids'][::-1]}} for sample in train]\n{SEED}"},
         "source": {PACK: "lambda samples: DataCollatorWithFlattening()(samples),"},
     },
@@ -190,7 +190,7 @@ def test_fault_in_example_is_reported(row: Row, tmp_path: Path) -> None:
     if row.fault == "spike":  # each of the steps that are left out has the sample
         (record,) = [json.loads(path.read_text()) for path in tmp_path.rglob("run.json")]
         spikes = record["starts"][-1]["left_out"]
-        assert spikes and all(SPOILT in spike["samples"] for spike in spikes)
+        assert spikes and all(SPOILT[row.script] in spike["samples"] for spike in spikes)
         newest = max(tmp_path.rglob("omnitrain.json"), key=lambda path: path.stat().st_mtime)
         assert f'"left_out_samples": {sum(len(spike["samples"]) for spike in spikes)}' in newest.read_text()
 
