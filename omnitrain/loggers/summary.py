@@ -127,7 +127,8 @@ def _length_line(trainer: TrainerLike, config: dict[str, Any]) -> str:
     words = [f"{samples:,} samples" if samples else "samples as they come", length]
     optimizer = [_base_name(type(trainer.optimizer).__name__)]
     optimizer += [f"lr {group.get('initial_lr', group['lr']):.2e}" for group in trainer.optimizer.param_groups[:1]]
-    schedule = "constant" if trainer.lr_scheduler is None else type(trainer.lr_scheduler).__name__
+    scheduler = getattr(trainer.lr_scheduler, "schedule", trainer.lr_scheduler)  # of `Schedule`, what the user knows
+    schedule = "constant" if scheduler is None else type(scheduler).__name__
     optimizer.append(str(config["lr_scheduler"]) if isinstance(trainer.settings.lr_scheduler, str) else schedule)
     return f"train  {', '.join(words)}; {_batch_size(trainer, config)}; {', '.join(optimizer)}"
 

@@ -15,6 +15,7 @@ from marks import thinned
 from recipes import Keyed, KeyedModel, callback, fit, rows, t16
 
 from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, ProgressBar, Trainer
+from omnitrain.optim.schedules import ConstantScheduler
 
 TRAINERS = [Trainer, AccelerateTrainer, HFTrainer]
 DIGITS = re.compile(r"\d:\d\d:\d\d|(?<=loss )\S+|(?<=grad_norm )\S+|\S+(?= samples/s)")
@@ -80,6 +81,8 @@ def test_summary_shows_frozen_parameters_streams_and_optimizers(capsys: pytest.C
     Trainer(model, Streamed(rows(8)), optimizer=optimizer, **options).train()
     second = capsys.readouterr().out.splitlines()[1]
     assert second == "train  samples as they come, 16sp; batch 2; SGD, lr 5.00e-01, constant"
+    make(epochs=1, lr_scheduler=ConstantScheduler()).train()
+    assert capsys.readouterr().out.splitlines()[1].endswith(", ConstantScheduler")
 
 
 def test_summary_shows_the_stop_reason_and_how_to_resume(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
