@@ -147,7 +147,7 @@ NUDGED: dict[str, dict[str, dict[str, str]]] = {
 PARTED = {
     "seed": "they part at once step 1: other samples",
     "sample": r"step \d+: same samples, other batch \(and loss",
-    "rate": "step 1: same samples, same batch, .*, same loss, same gradients, other update",
+    "rate": "step [12]: same samples, same batch, .*, same loss, same gradients, other update",
 }
 CHANGED = {"labels": "changed data train_dataset: sample", "source": r"changed code (model|data_collator)"}
 
