@@ -14,7 +14,7 @@ from torch import nn
 
 from omnitrain.core.errors import DataError
 from omnitrain.core.events import find_overrides
-from omnitrain.data.collation import DictBatch, count_samples, split_batch
+from omnitrain.data.collation import count_samples, split_batch, tensors_in
 from omnitrain.data.loaders import MapLoader
 
 # Samples that are looked at, and those of each part of them: BatchNorm needs two.
@@ -225,9 +225,8 @@ def _split(batch: Any) -> list[Any] | None:
         return None
 
 
-def _shapes(batch: Any) -> list[Any]:
-    values = batch.values() if isinstance(batch, (dict, DictBatch)) else batch if isinstance(batch, tuple) else [batch]
-    return [tuple(value.shape[1:]) if isinstance(value, torch.Tensor) else None for value in values]
+def _shapes(batch: Any) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape[1:]) for tensor in tensors_in(batch)]
 
 
 @contextlib.contextmanager

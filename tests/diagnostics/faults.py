@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
+from transformers import DataCollatorWithPadding, TrainerCallback
 
 from omnitrain import Callback, SpikeGuard, Trace
 
-__all__ = ["SpikeGuard", "Trace"]  # which the rows name
+__all__ = ["SpikeGuard", "Trace", "TrainerCallback"]  # which the rows name
 
 
 class GradientWarmup(Callback):
@@ -24,6 +25,17 @@ class GradientWarmup(Callback):
         self.count += 1
         for parameter in trainer.model.parameters():
             parameter.grad.mul_(min(1.0, self.count / 1000))
+
+
+class RankNoise(Callback):
+    """Draws random numbers on one rank, more from step to step, and forgets its count in a resume."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.count += trainer.rank
+        torch.rand(self.count)
 
 
 class Noise:
@@ -67,11 +79,43 @@ def pad_right(samples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     return {"input_ids": rows, "labels": rows.clone()}
 
 
+class Unmasked(DataCollatorWithPadding):
+    """Pads without a mask."""
+
+    def __call__(self, features: Any) -> Any:
+        batch = super().__call__(features)
+        del batch["attention_mask"]
+        return batch
+
+
+def replace_token(row: Any, number: int) -> Any:
+    """Return a row of text, the seventh one with another token."""
+    tokens = row["input_ids"]
+    return {"input_ids": [*tokens[:3], 5, *tokens[4:]] if number == 7 else tokens}
+
+
+HEAVY = 9
+"""A label that counts a thousand times as much."""
+
+
+def weighted_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Return a loss that a wrong label takes out of proportion."""
+    losses = nn.functional.cross_entropy(outputs.logits, labels.clamp(max=5), reduction="none")
+    return (losses * (1 + 1e3 * (labels == HEAVY))).mean()
+
+
 def spoil(inputs: Tensor, index: int = 7) -> Tensor:
     """Return inputs of which one is a thousand times too large."""
     inputs = inputs.clone()
     inputs[index] *= 1e3
     return inputs
+
+
+def mislabel(tensors: Sequence[Tensor], index: int) -> None:
+    """Make one of the digits a thousand times too large, and another one, so that no model scores it right."""
+    inputs, labels = tensors
+    inputs[index] *= 1e3
+    labels[index] = (labels[index] + 1) % 10
 
 
 def load_leaking() -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -124,10 +125,18 @@ def test_loss_that_is_not_finite_is_no_reason() -> None:
         find(layers(), loss_fn=lambda outputs, labels: F.mse_loss(outputs, labels) * math.nan)
 
 
+def pad(samples: list[dict[str, torch.Tensor]]) -> UserDict[str, torch.Tensor]:
+    names = ("input_ids", "attention_mask")
+    columns = {name: nn.utils.rnn.pad_sequence([sample[name] for sample in samples], True) for name in names}
+    return UserDict({**columns, "labels": torch.stack([sample["labels"] for sample in samples])})
+
+
 def test_unmasked_padding_is_named() -> None:
     torch.manual_seed(0)
     assert find(Mean(is_masked=True), Words()) == []
     (reason,) = find(Mean(is_masked=False), Words())
+    assert reason.startswith("padding changes the loss")
+    (reason,) = find(Mean(is_masked=False), Words(), data_collator=pad)  # transformers' BatchEncoding is no dict either
     assert reason.startswith("padding changes the loss")
 
 

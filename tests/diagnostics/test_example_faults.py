@@ -22,7 +22,18 @@ SHORT: dict[str, dict[str, str]] = {
     "images.py": {**IMPORT, "epochs: int = 12": "epochs: int = 4"},
     "causal_lm.py": {**IMPORT, "epochs: int = 3, size: int = 1600": "epochs: int = 3, size: int = 320"},
     "native_digits.yaml": {"epochs: 20": "epochs: 2"},
-}
+    "hf/text_classification.py": {
+        **IMPORT, "num_train_epochs=4": "num_train_epochs=3", "train_batch_size=32": "train_batch_size=16",
+        "hidden_size: int = field(default=64": "hidden_size: int = field(default=16", "default=2400": "default=240",
+        "eval_samples: int = field(default=600": "eval_samples: int = field(default=48",
+        "runs/hf/text_classification": "run",
+        'save_strategy="epoch",': 'save_strategy="steps", save_steps=6, eval_strategy="epoch", use_cpu=True,',
+    },
+    "multi_gpu.py": {
+        **IMPORT, "type=int, default=10": "type=int, default=3",
+        'type=Path, default=Path("runs/multi_gpu")': 'type=Path, default=Path("run")',
+    },
+}  # fmt: skip
 """What makes each example short, and gives it the module of the faults."""
 CHECK = "omnitrain check"
 DRILL = "omnitrain drill --kills 1 --signals kill"
@@ -116,12 +127,79 @@ YAML = [
         "omnitrain train", [SPIKE], 0),
 ]  # fmt: skip
 
-ROWS = [*IMAGES, *CAUSAL_LM, *YAML]
+TOKENIZER = "        processing_class=tokenizer,\n"
+BUILD, MAIN, MAPPED = "    trainer = Trainer(\n", "def main() -> None:\n", "    def tokenized("
+DECAY = """class HeadDecay(faults.TrainerCallback):
+    count = 0
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self.count += 1
+        model.classifier.weight.data.mul_(1 - 1 / (20 + self.count))
+
+
+"""
+BATCH_NORM = {MAPPED: f"    model.dropout = faults.nn.Sequential(faults.nn.BatchNorm1d(16), model.dropout)\n{MAPPED}"}
+UNMASKED = {TOKENIZER: f"{TOKENIZER}        data_collator=faults.Unmasked(tokenizer),\n"}
+SHUFFLE = "    chance.shuffle(rows)\n"
+TEXT = [
+    Row("hf/text_classification.py", "forgotten state",
+        {TOKENIZER: f"{TOKENIZER}        callbacks=[faults.GradientWarmup()],\n"}, DRILL,
+        [NEW_WEIGHTS, "suspect: callback GradientWarmup: its 'count' is 45 undisturbed"]),
+    Row("hf/text_classification.py", "forgotten state of transformers",
+        {TOKENIZER: f"{TOKENIZER}        callbacks=[HeadDecay()],\n", MAIN: DECAY + MAIN}, DRILL,
+        [r"since step \d+: it has another loss \(same batch, learning rate, random state\)",
+         "suspect: TrainerCallback HeadDecay: its 'count' is 45 undisturbed, .* have it inherit .*ExportableState"]),
+    Row("hf/text_classification.py", "generator of a collator",
+        {TOKENIZER: f"{TOKENIZER}        data_collator=faults.Noise(faults.DataCollatorWithPadding(tokenizer)),\n"},
+        DRILL, [r"since step \d+: it has another batch", "suspect: data_collator Noise: its 'generator'"]),
+    Row("hf/text_classification.py", "BatchNorm", BATCH_NORM, PARITY, [r"BatchNorm1d 'dropout\.0' sees the batch"], 0),
+    Row("hf/text_classification.py", "BatchNorm", BATCH_NORM, CHECK, [r"note: mixing, BatchNorm1d 'dropout\.0'"], 0),
+    Row("hf/text_classification.py", "padding that is attended to", UNMASKED, CHECK,
+        [r"warning: padding, sample \d+ of the training set: its outputs change by [\d.]+% of their distance"]),
+    Row("hf/text_classification.py", "padding that is attended to", UNMASKED, PARITY,
+        ["padding changes the loss", "Dropout .* draw random numbers per batch"], 0),
+    Row("hf/text_classification.py", "leak", {"rows[sum(sizes[:i]) :": "rows[max(0, sum(sizes[:i]) - 20) :"}, CHECK,
+        ["warning: overlap, the evaluation set: 20 of 68 different samples"]),
+    Row("hf/text_classification.py", "spike",
+        {TOKENIZER: f"{TOKENIZER}        algorithms=[faults.SpikeGuard(window=20)],\n"
+         "        compute_loss_func=faults.weighted_loss,\n",
+         SHUFFLE: f"{SHUFFLE}    rows[{SPOILT}][\"label\"] = faults.HEAVY\n"}, "python", [SPIKE], 0),
+]  # fmt: skip
+
+SPLIT = "    train, valid, test = map(digits, range(3))\n"
+RELU = "nn.Linear(64, 128), nn.ReLU()"
+LAUNCH = "omnitrain launch -n 2 --cpu"
+MULTI_GPU = [
+    Row("multi_gpu.py", "forgotten state", {LOG: f"{LOG} callbacks=[faults.GradientWarmup()],"}, f"{DRILL} -n 2",
+        [NEW_WEIGHTS, "suspect: callback GradientWarmup: its 'count' is 57 undisturbed"]),
+    Row("multi_gpu.py", "forgotten state on one rank",
+        {LOG: f"{LOG} callbacks=[faults.RankNoise()],"}, f"{DRILL} -n 2",
+        [r"since step \d+: it has another random state \(.*\), on rank 1",
+         "suspect: callback RankNoise of rank 1: its 'count'"]),
+    Row("multi_gpu.py", "generator of a collator", {LOG: f"{LOG} data_collator=faults.Noise(),"}, f"{DRILL} -n 2",
+        [r"since step \d+: it has another batch", "suspect: data_collator Noise: its 'generator'"]),
+    Row("multi_gpu.py", "BatchNorm", {RELU: "nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU()"}, PARITY,
+        ["of a step: BatchNorm1d '1' sees the batch"], 0),
+    Row("multi_gpu.py", "BatchNorm", {RELU: "nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU()"}, f"{CHECK} -n 2",
+        ["note: mixing, BatchNorm1d '1': in training"], 0),
+    Row("multi_gpu.py", "leak", {"manual_seed(0))[part]": "manual_seed(part))[part]"}, f"{CHECK} -n 2",
+        ["warning: overlap, the evaluation set: 191 of 297 different samples"]),
+    Row("multi_gpu.py", "spike",
+        {LOG: f"{LOG} algorithms=[faults.SpikeGuard()],",
+         SPLIT: f"{SPLIT}    faults.mislabel(train.dataset.tensors, train.indices[{SPOILT}])\n"}, LAUNCH, [SPIKE], 0),
+]  # fmt: skip
+
+ROWS = [*IMAGES, *CAUSAL_LM, *YAML, *TEXT, *MULTI_GPU]
 
 TRACE = {
     "images.py": {LOG: f"{LOG} callbacks=[faults.Trace()], save_dir='run',"},
     "causal_lm.py": {LOG: f"{LOG} callbacks=[faults.Trace()], save_dir='run',"},
     "native_digits.yaml": {STEPS: f"{STEPS}\n  callbacks: [{{class_path: Trace}}]", "runs/native_digits": "run"},
+    "hf/text_classification.py": {
+        TOKENIZER: f"{TOKENIZER}        callbacks=[faults.Trace()],\n",
+        "warmup_steps=0.1": "warmup_steps=0",
+    },
+    "multi_gpu.py": {LOG: f"{LOG} callbacks=[faults.Trace()],"},
 }
 """How a script gets a trace, and a folder."""
 SEED = "    torch.manual_seed(0)"
@@ -142,14 +220,29 @@ NUDGED: dict[str, dict[str, dict[str, str]]] = {
         "sample": {TRAIN: "class_path: faults.load_nudged"}, "labels": {TRAIN: "class_path: faults.load_relabelled"},
         "source": {MODEL: "class_path: faults.make_normalized_reader"},
     },
+    "hf/text_classification.py": {
+        "seed": {"logging_steps=50": "logging_steps=50, seed=1"}, "rate": {"rate=2e-3": "rate=2.1e-3"},
+        "sample": {BUILD: f"    train = train.map(faults.replace_token, with_indices=True)\n{BUILD}"},
+        "labels": {BUILD: f"    train = train.map(lambda row: {{'label': 3}})\n{BUILD}"},
+        "source": {"evaluation.label_ids).mean()": "evaluation.label_ids).sum()"},
+    },
+    "multi_gpu.py": {
+        "seed": {"epochs=epochs,": "epochs=epochs, seed=1,"}, "rate": {"rate=3e-3": "rate=3.1e-3"},
+        "sample": {SPLIT: f"{SPLIT}    train.dataset.tensors[0][train.indices[{SPOILT}]] += 1e-3\n"},
+        "labels": {SPLIT: f"{SPLIT}    train.dataset.tensors[1][:] = 3\n"},
+        "source": {RELU: RELU.replace("ReLU", "GELU")},
+    },
 }  # fmt: skip
 """How each script gets another seed, rate, sample, labels and code."""
 PARTED = {
     "seed": "they part at once step 1: other samples",
-    "sample": r"step \d+: same samples, other batch \(and loss",
+    "sample": r"step \d+: same samples, other batch \(and ",
     "rate": "step [12]: same samples, same batch, .*, same loss, same gradients, other update",
 }
-CHANGED = {"labels": "changed data train_dataset: sample", "source": r"changed code (model|data_collator)"}
+CHANGED = {
+    "labels": "changed data train_dataset: sample",
+    "source": r"changed code (model|data_collator|compute_metrics)",
+}
 
 
 def plant(row: Row, folder: Path) -> str:
@@ -198,22 +291,23 @@ def test_fault_in_example_is_reported(row: Row, tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", TRACE)
 def test_runs_of_example_are_proved(script: str, tmp_path: Path) -> None:
     """Equal if nothing has changed, and what parts first otherwise; a step is repeated; the plan is kept to."""
-    program = "omnitrain train" if script.endswith(".yaml") else "python"
+    program = {"native_digits.yaml": "omnitrain train", "multi_gpu.py": LAUNCH}.get(script, "python")
     for name, edits in {"a": {}, "b": {}, **NUDGED[script]}.items():
         folder = tmp_path / name
         plant(Row(script, name, {**TRACE[script], **edits}, program, []), folder)
         if name not in CHANGED:
-            run(program, script, folder)
+            run(program, Path(script).name, folder)
     steps = len((tmp_path / "a/run/trace.jsonl").read_text().splitlines())
     assert f"equal to step {steps}" in run("omnitrain diff a/run", "b/run", tmp_path)
     for name, text in PARTED.items():
         assert re.search(text, run("omnitrain diff a/run", f"{name}/run", tmp_path, 1)), name
+    script, processes = Path(script).name, " -n 2" * (program == LAUNCH)
     replayed = run(f"omnitrain replay run --step {steps - 5}", script, tmp_path / "a")
     assert "to the bit: samples, batch, weights, random, loss, gradients, update" in replayed
     assert re.search("Nothing .*has changed", run("omnitrain verify run --data", script, tmp_path / "a"))
     for name, text in CHANGED.items():
         assert re.search(text, run("omnitrain verify ../a/run --data", script, tmp_path / name, 1)), name
-    plan = json.loads(run("omnitrain plan --json", script, tmp_path / "a"))
+    plan = json.loads(run(f"omnitrain plan --json{processes}", script, tmp_path / "a"))
     events = (tmp_path / "a/run/metrics.jsonl").read_text()
     checkpoints = [path for path in (tmp_path / "a/run").glob("checkpoint-*") if not path.is_symlink()]
     sizes = [sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) for path in checkpoints]
