@@ -113,9 +113,6 @@ class LossScale(torch.amp.GradScaler):
         """Return the scale in force."""
         return 1.0 if self._scaler is None else float(self._scaler.cur_scale)
 
-    def update(self, new_scale: Any = None) -> None:
-        """Do nothing: DeepSpeed updates the scale in its step."""
-
     def set_growth_interval(self, new_interval: int) -> None:
         """Set after how many steps without an overflow the scale doubles."""
         self._scaler.scale_window = new_interval
@@ -449,6 +446,9 @@ class Zero(DDP):
 
     def update(self) -> bool:
         return self._was_applied  # `clip_gradients` made the update
+
+    def reset_scaler(self) -> None:
+        """Do nothing: DeepSpeed unscales the gradients in its own update."""
 
     # --- checkpoints
 

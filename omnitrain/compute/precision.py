@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -211,6 +211,19 @@ def matmul_precision() -> str:
         backends: Any = torch.backends
         on_gpu, on_cpu = backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
         return "highest" if on_gpu != "tf32" else "medium" if on_cpu == "bf16" else "high"
+
+
+def uses_tf32(model: nn.Module, device: torch.device) -> bool:
+    """Return whether fp32 layers of a model may compute in TF32 on a GPU, as convolutions do by default."""
+    if device.type != "cuda":
+        return False
+    try:
+        in_cudnn = torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # the program has used PyTorch's newer switches
+        in_cudnn = cast(Any, torch.backends.cudnn).conv.fp32_precision != "ieee"
+    kinds = ("torch.nn.modules.conv", "torch.nn.modules.rnn")
+    has_kernels = any(base.__module__ in kinds for module in model.modules() for base in type(module).__mro__)
+    return matmul_precision() != "highest" or (in_cudnn and has_kernels)
 
 
 def precision_name(autocast: str | torch.dtype | None, argument: str = "autocast") -> str:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.checkpoint.tensor_files import gather_to_host
+from omnitrain.compute.precision import uses_tf32
 from omnitrain.config.overrides import Overrides
 from omnitrain.core.display import ProofResult, Table, create_panels, draw_curve
 from omnitrain.core.errors import ConfigError, check_choice, escape_unprintable
@@ -89,9 +90,10 @@ class Recorder(Callback):
     def _finish(self, trainer: Any) -> None:
         tensors = sorted(trainer.backend.model_tensors().items())
         weights = {name: gather_to_host(tensor).clone() for name, tensor in tensors}
+        is_fp32 = trainer.precision.name == "fp32"
         record = {
             "trainer": type(trainer).__name__,
-            "precision": trainer.precision.name,
+            "precision": "tf32" if is_fp32 and uses_tf32(trainer.model, trainer.device) else trainer.precision.name,
             "batch_size": trainer.batch_size,
             "processes": trainer.world_size,
             "device": str(trainer.device),

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, HFTrainingArguments
 from omnitrain.backends.deepspeed import fill_config, merge_config
-from omnitrain.backends.zero import LossScale
+from omnitrain.backends.zero import LossScale, Zero
 
 
 def test_deepspeed_config_misspelt_suggests_nearest() -> None:
@@ -70,6 +70,9 @@ def test_deepspeed_config_loss_scale_conflict() -> None:
     assert not scale.is_enabled() and scale.get_scale() == 1.0 and scale.state_dict() == {}
     scale.attach(adopted, config)
     assert scale.is_enabled() and vars(adopted) == vars(own())
+    left_out: Any = SimpleNamespace(scaler=scale, device=torch.device("cpu"))  # an update that is not made
+    Zero.reset_scaler(left_out)
+    assert vars(adopted) == vars(own())
     LossScale((8.0, 1.0, 3)).attach(configured, {"enabled": True})
     values = configured.cur_scale, configured.scale_window, configured.min_scale, configured.delayed_shift
     assert values == (8.0, 3, 0.0, 1)

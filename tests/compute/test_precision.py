@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from recipes import rows, same, t16, trainer_on_cpu, weights
 
-from omnitrain.compute.precision import Precision, choose_device, matmul_precision
+from omnitrain.compute.precision import Precision, choose_device, matmul_precision, uses_tf32
 from omnitrain.core.errors import ConfigError, MissingExtraError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # naming a device needs none
@@ -67,6 +67,17 @@ def test_forward_runs_in_autocast_dtype() -> None:
         assert layer.weight.dtype is layer(x).dtype is torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16), Precision.parse("fp32", CPU).autocast():
         assert layer(x).dtype is torch.bfloat16  # that of the user is kept
+
+
+def test_fp32_layers_that_may_compute_in_tf32() -> None:
+    convolutions, products = torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1)), torch.nn.Linear(1, 1)
+    assert uses_tf32(convolutions, CUDA) and not uses_tf32(convolutions, CPU) and not uses_tf32(products, CUDA)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert uses_tf32(products, CUDA) and not uses_tf32(products, CPU)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_train_inside_user_autocast_sees_each_update(trainer_class: Any) -> None:

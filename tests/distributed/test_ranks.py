@@ -187,7 +187,7 @@ def train(backend: str, what: str, values: list[Any] | None) -> list[float]:
         "evaluation set": {"eval_dataset": evaluation if rank == 0 else None},
         "loss_fn": {"loss_fn": F.mse_loss if rank == 0 else F.l1_loss},
         "samples": {"train_dataset": part},
-        "samples in a loader": {"train_dataset": DataLoader(part, 4, sampler=DistributedSampler(range(24), 2, rank))},
+        "samples in a loader": {"train_dataset": DataLoader(part, 4, sampler=DistributedSampler(rows(24), 2, rank))},
         "length": {"train_dataset": rows(32 - 4 * rank, torch.float32)},
         "optimizer": {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1 / (1 + rank))},
         "shape": {"model": nn.Linear(4, 1 + rank)},

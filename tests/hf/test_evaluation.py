@@ -92,7 +92,11 @@ def test_inputs_and_batch_metrics_are_checked(arguments: Any) -> None:
     for fields, metrics, message in (
         ({"include_for_metrics": ["inputs"]}, lambda prediction: {}, "'pixel_values', but the batch holds 'input_ids'"),
         ({"batch_eval_metrics": True}, lambda prediction, compute_result: None, "dict of numbers"),
-        ({"batch_eval_metrics": True}, lambda prediction, compute_result: {"x": "high"}, "'x' is no number"),
+        (
+            {"batch_eval_metrics": True},
+            lambda prediction, compute_result: {"x": "high"},
+            "The metric 'x' must be a number, got str",
+        ),
     ):
         with pytest.raises(DataError, match=message):
             HFTrainer(model, arguments(**fields), eval_dataset=data, compute_metrics=metrics).evaluate()

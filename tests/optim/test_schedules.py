@@ -445,7 +445,9 @@ def test_schedule_rejects_missing_tokens_and_custom_epochs() -> None:
             return 0.0
 
     options = {"kind": CustomEpoch, "data": Endless(), "epochs": None, "lr_scheduler": "linear"}
-    with pytest.raises(ConfigError, match="follows samples, tokens or time, which nothing counts in a `_train_epoch`"):
+    with pytest.raises(
+        ConfigError, match="follows samples, tokens or time, which nothing counts in a custom `_train_epoch`"
+    ):
         small_trainer(**options, max_duration="99sp")
     small_trainer(**options, max_steps=9)
 
