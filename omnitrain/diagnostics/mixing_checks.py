@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from omnitrain.core.errors import DataError
 from omnitrain.data.collation import DictBatch, count_samples, split_batch, tensors_in
 from omnitrain.data.loaders import MapLoader
 from omnitrain.diagnostics.findings import CheckFinding, NotTried, Outcome, Severity
-from omnitrain.diagnostics.pass_probe import PassProbe, module_title
+from omnitrain.diagnostics.pass_probe import PassProbe, brief_error, module_title
 from omnitrain.trainer.compilation import transformed
 
 
@@ -194,7 +194,45 @@ def _with_other_first_row(batch: Any) -> Any:
 
 def check_padding(probe: PassProbe) -> Outcome:
     """Compare the outputs of a short sample with those of the same sample next to a long one."""
-    loader = probe.loop.sets.train
+    single = pair = cast("Any", None)
+    where, other, lengthening, reason = "", 0, "", "another rank reads other samples"
+    try:
+        single, pair, where, other, lengthening = _read_pair(probe)
+    except NotTried as error:
+        reason = str(error)
+    except Exception as error:
+        reason = brief_error(error)
+    if probe.agrees(pair is None):  # of random augmentation, each rank draws another
+        raise NotTried(reason)
+    (loss, outputs), (_, pair_outputs) = probe.evaluate(single), probe.evaluate(pair)
+    gap = _output_gap(outputs, pair_outputs, _rounding(probe))
+    change = f"change by {gap:.1%} of what tells two samples apart" if gap else "do not change"
+    text = f"outputs {change} {lengthening}"
+    if probe.agrees(gap > 1e-3):
+        if gap <= 1e-3:
+            return text, []
+        severity: Severity = "warning" if gap > 1e-2 else "note"
+        return text, [CheckFinding(
+            severity, "padding", where,
+            f"its outputs change by {gap:.1%} of their distance to those of sample {other} when it is padded "
+            f"{lengthening}",
+            "Give the model a mask of the padding (attention_mask), and use it in means, poolings and attention.",
+        )]  # fmt: skip
+    padded_loss, _ = probe.evaluate(split_batch(pair, 1)[0])
+    limit = 1e-3 if probe.trainer.precision.name == "fp32" else 5e-2
+    if abs(padded_loss - loss) > limit * abs(loss):  # NaN, of a sample without a target, is not above anything
+        return text, [CheckFinding(
+            "warning", "padding", where,
+            f"its loss changes from {loss:.4g} to {padded_loss:.4g} when it is padded {lengthening}, though its "
+            "outputs do not",
+            "Label the padding -100 in the collator, and divide the loss by the targets that count.",
+        )]  # fmt: skip
+    return text, []
+
+
+def _read_pair(probe: PassProbe) -> tuple[Any, Any, str, int, str]:
+    """Return a batch of a short sample, one of it and a long one; the title of the one, the number of the other."""
+    loader: Any = probe.loop.sets.train
     if not isinstance(loader, MapLoader) or loader.fetch.columns is not None:
         raise NotTried("samples cannot be read one by one")
     if probe.mixes:
@@ -213,28 +251,7 @@ def check_padding(probe: PassProbe) -> Outcome:
     if not _is_padded_copy(single, pair):
         raise NotTried("the collator changes the samples")
     where, lengthening = f"sample {short} of {loader.name}", f"from {lengths[short]} to {lengths[long]} entries"
-    (loss, outputs), (_, pair_outputs) = probe.evaluate(single), probe.evaluate(pair)
-    gap = _output_gap(outputs, pair_outputs, _rounding(probe))
-    change = f"change by {gap:.1%} of what tells two samples apart" if gap else "do not change"
-    text = f"outputs {change} {lengthening}"
-    if gap > 1e-3:
-        severity: Severity = "warning" if gap > 1e-2 else "note"
-        return text, [CheckFinding(
-            severity, "padding", where,
-            f"its outputs change by {gap:.1%} of their distance to those of sample {long} when it is padded "
-            f"{lengthening}",
-            "Give the model a mask of the padding (attention_mask), and use it in means, poolings and attention.",
-        )]  # fmt: skip
-    padded_loss, _ = probe.evaluate(split_batch(pair, 1)[0])
-    limit = 1e-3 if probe.trainer.precision.name == "fp32" else 5e-2
-    if abs(padded_loss - loss) > limit * abs(loss):  # NaN, of a sample without a target, is not above anything
-        return text, [CheckFinding(
-            "warning", "padding", where,
-            f"its loss changes from {loss:.4g} to {padded_loss:.4g} when it is padded {lengthening}, though its "
-            "outputs do not",
-            "Label the padding -100 in the collator, and divide the loss by the targets that count.",
-        )]  # fmt: skip
-    return text, []
+    return single, pair, where, long, lengthening
 
 
 def _output_gap(single: Any, pair: Any, rounding: float) -> float:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from typing import Any
 
 import pytest
 import retentive
-from forking import Case, Found, play
+import torch
+from forking import Case, Found, current_rank, play
 from torch import nn
+from torch.utils.data import Dataset
 
 from omnitrain import AccelerateTrainer, HFTrainer
 
@@ -45,6 +48,44 @@ def run(kind: str, rehearses: bool) -> dict[str, Any]:
     return {**outcome, "weights": hashlib.sha256(content).hexdigest(), "history": history}
 
 
+class Augmented(Dataset[dict[str, Any]]):
+    """Texts of 3 to 7 words; on the second rank, each reading of one gives others."""
+
+    def __init__(self) -> None:
+        self.turns = itertools.count() if current_rank() else itertools.repeat(0)
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"words": torch.full((3 + index % 5,), 1 + next(self.turns) % 7), "labels": index % 3}
+
+
+class Texts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 3))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.body(words).sum(1)
+
+
+def pad(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    words = nn.utils.rnn.pad_sequence([sample["words"] for sample in samples], batch_first=True)
+    return {"words": words, "labels": torch.tensor([sample["labels"] for sample in samples])}
+
+
+def check_augmented() -> str:
+    """Return what the check of padding says with sharded weights."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    trainer = AccelerateTrainer(
+        Texts(), train_dataset=Augmented(), batch_size=4, loss_fn=nn.CrossEntropyLoss(), data_collator=pad,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), epochs=1, progress_bar=False, timeout=60,
+    )  # fmt: skip
+    return trainer.check().outcomes["padding"]
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Found:
     cases = [
@@ -52,6 +93,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Found:
         for kind in KINDS
         for rehearses in (False, True)
     ]
+    cases.append(Case("augmented", f"{HERE}:check_augmented"))
     return play(cases, tmp_path_factory.mktemp("rehearsals"))
 
 
@@ -72,3 +114,9 @@ def test_rehearsals_leave_no_trace_on_two_ranks(outcomes: Found, kind: str) -> N
         assert tried == ["loss", "shapes", "mixing", "padding", "labels", "features", "overlap"]
     else:
         assert held_bytes == first["bytes"] and optimizer_bytes > first["bytes"]
+
+
+def test_check_of_padding_agrees_on_random_samples(outcomes: Found) -> None:
+    """No rank runs a pass for which the others do not come."""
+    first, second = (rank.result for rank in outcomes["augmented"])
+    assert first == second == "not tried: another rank reads other samples"
