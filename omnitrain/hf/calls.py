@@ -626,7 +626,9 @@ class TransformersAPI(BaseTrainer):
         self._loss_metrics = None
         count = 1 if self.grad_reduction == "sum" else weight or 1
         count = int(count) if count == int(count) else count
-        result = self.compute_loss(model, _shallow_copy(batch), return_outputs, num_items_in_batch=count)
+        # as in transformers, by name and in evaluations only: an override may take **kwargs, or none of it to train
+        options = {"return_outputs": True} if return_outputs else {}
+        result = self.compute_loss(model, _shallow_copy(batch), **options, num_items_in_batch=count)
         if isinstance(result, StepOutput):
             if result.num_targets is not None:
                 raise ConfigError(
@@ -646,7 +648,9 @@ class TransformersAPI(BaseTrainer):
         needs_loss = labels is not None or not evaluation.is_predicting
         metrics = None
         if "compute_loss" in self._overridden and needs_loss:
-            weight = self._weigh(move_to_device(batch, torch.device("cpu")))
+            weight = evaluation.weight
+            if weight is None:
+                weight = self._weigh(move_to_device(batch, torch.device("cpu")))
             loss, outputs, metrics = self._custom_loss(model, batch, weight, return_outputs=True)
         elif isinstance(self.unit, ModelUnit):
             loss, outputs, metrics = self.unit.run(model, batch)

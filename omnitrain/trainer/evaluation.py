@@ -134,6 +134,8 @@ class Evaluation:
         self.scorer: Scorer = scorer
         self.left_out: frozenset[str] = frozenset()
         """The named sets that this evaluation leaves out."""
+        self.weight: float | None = None
+        """The weight of the batch that is run, which was counted on the host; None if it is unknown."""
         self.is_interrupted: Callable[[int], bool] = lambda number: False
         """Called before each batch, with its number; True ends the evaluation."""
         # The scorers of sets with their own metrics, by the `id` of their rules.
@@ -251,7 +253,7 @@ class Evaluation:
             ):
                 yield
         finally:
-            self.scorer, self._unit = before
+            (self.scorer, self._unit), self.weight = before, None
 
     def predict(self, loader: Loader) -> Predictions | None:
         """Return the predictions for every sample of a loader, in its order; None if a signal interrupted it."""
@@ -327,7 +329,8 @@ class Evaluation:
                 if may_halve:
                     runs = self._run_in_parts(batch, ready, loader, number, weigh)
                 else:
-                    runs = [(batch, weigh(batch), self._run_batch(ready, loader, number))]
+                    self.weight = weight = weigh(batch)
+                    runs = [(batch, weight, self._run_batch(ready, loader, number))]
                 for part, weight, output in runs:
                     counted = 0.0
                     if trainer.settings.grad_reduction == "sum":
@@ -458,6 +461,7 @@ class Evaluation:
                 emit(Event.EVAL_BATCH_END, batch, output)
             return output
         except Exception as error:
+            self.weight = None  # its samples are run one by one
             if is_callback_error(error):
                 raise
             add_dtype_remedy(error, self.trainer.backend.model, batch)

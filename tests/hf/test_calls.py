@@ -2,11 +2,13 @@
 
 import inspect
 import json
+import math
 import re
 import sys
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -475,6 +477,35 @@ def test_compute_loss_gives_the_same_numbers_in_every_split() -> None:
         )
         results.append(weights(trainer.model))
     assert distance(*results) < 1e-12
+
+
+class ByKeyword(HFTrainer):
+    def compute_loss(self, model: Any, inputs: Any, *, return_outputs: bool = False, num_items_in_batch: Any = None):
+        outputs = model(**inputs)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+class ByAnyKeyword(HFTrainer):
+    def compute_loss(self, model: Any, inputs: Any, **options: Any):
+        outputs = model(**inputs)
+        return (outputs["loss"], outputs) if options.get("return_outputs") else outputs["loss"]
+
+
+class OnlyForTraining(HFTrainer):
+    def compute_loss(self, model: Any, inputs: Any, num_items_in_batch: Any = None):
+        return model(**inputs)["loss"]
+
+
+@pytest.mark.parametrize("kind", [ByKeyword, ByAnyKeyword, OnlyForTraining])
+def test_compute_loss_gets_its_options_by_name(kind: type[HFTrainer]) -> None:
+    """As transformers passes them; `return_outputs` only in evaluations. They count each batch once, on the host."""
+    options = {} if kind is OnlyForTraining else {"eval_dataset": Sentences(8)}
+    trainer = kind(Tagger(), train_dataset=Sentences(8), batch_size=4, epochs=1, progress_bar=False, **options)
+    with mock.patch.object(trainer._feed, "weigh", wraps=trainer._feed.weigh) as weigh:
+        fit(trainer)
+        count = weigh.call_count
+        if options:
+            assert math.isfinite(trainer.evaluate()["eval_loss"]) and weigh.call_count == count + 2
 
 
 def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
