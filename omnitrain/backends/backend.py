@@ -7,6 +7,7 @@ that depends on where the weights are. `trainer/step.py` decides when to call it
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -228,7 +229,21 @@ class Backend:
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """Return the context for forward and backward of one micro-batch; the `last` one completes the gradients."""
-        return NOTHING
+        return NOTHING if last or not self._runs_cuda_graphs else self._copying_gradients()
+
+    @functools.cached_property
+    def _runs_cuda_graphs(self) -> bool:
+        """Whether the model, or a part of it, was compiled to run as CUDA graphs."""
+        configs = [getattr(module, "get_compiler_config", dict)() for module in self.wrapped.modules()]
+        return any((config or {}).get("triton.cudagraphs", False) for config in configs)
+
+    @contextlib.contextmanager
+    def _copying_gradients(self) -> Iterator[None]:
+        """Copy the gradients of a micro-batch, whose memory belongs to a CUDA graph that the next one overwrites."""
+        yield
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss`."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import operator
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any, ClassVar, cast
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from omnitrain.backends.backend import NOTHING, Backend, Output
+from omnitrain.backends.backend import Backend, Output
 from omnitrain.backends.collective_order import LayerOrder
 from omnitrain.backends.start import preserve_shared_buffers
 from omnitrain.checkpoint.state_dicts import unshare_elements
@@ -235,14 +236,19 @@ class DDP(Backend):
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         if last or self._syncs_each_batch or self._ddp is None:
-            return NOTHING
+            return super().accumulating(last)
         if self._ddp.static_graph:
             raise ConfigError(
                 "static_graph=True of DDP cannot be used with several micro-batches in a step: PyTorch learns from the "
                 "first backward pass when to average gradients, and only that of the last micro-batch does. Leave it "
                 "out, or pass a `batch_size` that makes steps of one micro-batch."
             )
-        return self._ddp.no_sync()
+        return self._without_sync(self._ddp)
+
+    @contextlib.contextmanager
+    def _without_sync(self, ddp: DistributedDataParallel) -> Iterator[None]:
+        with ddp.no_sync(), super().accumulating(last=False):
+            yield
 
     def check_separate_all_reduce(self) -> None:
         if self.sharding is not None:

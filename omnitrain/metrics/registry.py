@@ -172,7 +172,8 @@ class NamedMetrics:
             self._update_statistics(outputs, labels)
             self._waiting_kind = kind
             return
-        self._waiting.append((outputs, labels))
+        # copies, as a model that runs as CUDA graphs and a loader that reuses its batches overwrite what they return
+        self._waiting.append((outputs.clone(), labels.clone()))
         self._waiting_size += outputs.numel()
         if self._waiting_size >= _LARGE:
             self._flush()

@@ -75,6 +75,25 @@ def test_compiled_model_resumes_as_plain(device: torch.device, kind: str, compil
     assert distance(weights(plain.get_model()), weights(second.get_model())) < 1e-4
 
 
+def test_cuda_graphs_train_and_evaluate_as_plain_model(device: torch.device, kind: str, compiler: str) -> None:
+    """Their memory is overwritten: gradients of micro-batches and outputs in evaluations must not be kept in it."""
+    if device.type != "cuda":
+        pytest.skip("CUDA graphs need a CUDA GPU")
+    ends, rows_of_runs = [], []
+    for mode in (None, "reduce-overhead"):
+        model: Any = t16(dtype=FP32)
+        trainer = make(
+            kind, device, model if mode is None else torch.compile(model, mode=mode), rows(64, FP32), rows(16, FP32),
+            loss_fn=nn.functional.mse_loss, epochs=2, gradient_accumulation_steps=2,
+            compute_metrics=["mae", lambda prediction: {"largest": float(prediction.predictions.max())}],
+        )  # fmt: skip
+        trainer.train()
+        ends.append(weights(trainer.get_model()))
+        rows_of_runs.append(trainer.metrics["valid"][-1])
+    assert distance(*ends) < 1e-4
+    assert rows_of_runs[1] == pytest.approx(rows_of_runs[0], abs=1e-4)
+
+
 def test_torch_compile_argument_saves_bare_names(device: torch.device, compiler: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="HFTrainer needs transformers, which is not installed")
     from omnitrain import HFTrainer

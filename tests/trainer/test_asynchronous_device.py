@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from devices import KINDS, make
-from fake_device import FakeDevice, FakeEvent, FakeStream
+from fake_device import FakeDevice, FakeEvent, FakeStream, Replayed
 from recipes import Starving, rows, same, t16, weights
+from torch.utils._pytree import tree_map_only
 
-from omnitrain import NonFiniteError, Trace
+from omnitrain import EMA, NonFiniteError, Trace
+from omnitrain.backends.backend import Backend
+from omnitrain.trainer import evaluation
 
 CPU = torch.device("cpu")
-Race = tuple[type, str, Any]
+Race = tuple[Any, str, Any]
 RACES: dict[str, Race] = {
     "computation does not wait": (FakeStream, "wait_event", lambda stream, event: None),
     "host does not wait": (FakeEvent, "synchronize", FakeEvent.wait),
@@ -65,6 +70,47 @@ def test_late_copies_change_no_row_of_a_trace(tmp_path: Path) -> None:
     train("native", None, callbacks=[Trace()], save_dir=tmp_path / "plain")
     late, plain = ((tmp_path / name / "trace.jsonl").read_bytes() for name in ("late", "plain"))
     assert late == plain and late.count(b"\n") == 12
+
+
+def train_replayed(kind: str, is_replayed: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
+    """Train and predict with all that keeps outputs: micro-batches, algorithms, metrics by name and by function."""
+    monkeypatch.setattr(torch, "compile", Replayed)
+    kept: list[Any] = []
+    options: dict[str, Any] = {
+        "gradient_accumulation_steps": 2, "algorithms": [EMA(0.5)], "log_steps": 2,
+        "compute_metrics": ["mae", lambda prediction: {"largest": float(prediction.predictions.max())}],
+    }  # fmt: skip
+    with FakeDevice() as device:
+        trainer = train(kind, device, compile=True if is_replayed else None, **options)
+        kept += [*weights(trainer.model), *map(torch.as_tensor, trainer.predict(rows(10, torch.float32))[:2])]
+    assert not is_replayed or trainer.backend.wrapped.runs > 20
+    return trainer, kept
+
+
+@pytest.mark.parametrize("kind", ["native", "accelerate"])
+def test_replayed_graphs_change_no_number(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model has returned is gone when it runs again, and the package reads it before."""
+    (plain, expected), (replayed, result) = (train_replayed(kind, value, monkeypatch) for value in (False, True))
+    assert same(result, expected) and replayed.metrics == plain.metrics
+
+
+keep = functools.partial(tree_map_only, torch.Tensor, lambda tensor: tensor.detach().numpy())
+REUSED: dict[str, Race] = {
+    "predictions": (evaluation, "to_numpy", keep),
+    "gradients": (Backend, "_copying_gradients", lambda backend: contextlib.nullcontext()),
+}
+"""What could be kept in memory of a graph: each is planted."""
+
+
+@pytest.mark.parametrize("what", REUSED)
+def test_replayed_graphs_find_planted_reuse(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*REUSED[what])
+    if what == "gradients":
+        with pytest.raises(NonFiniteError):
+            train_replayed("native", True, monkeypatch)
+        return
+    (plain, _), (replayed, _) = (train_replayed("native", value, monkeypatch) for value in (False, True))
+    assert replayed.metrics != plain.metrics
 
 
 @pytest.mark.parametrize(("kind", "step"), [("native", 1), ("native", 5), *((kind, 40) for kind in KINDS)])
