@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import platform
 import statistics
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+# The most rounds of a case.
+_max_rounds: float = math.inf
 # What `clock` reads.
 _timer: Callable[[], float] = time.perf_counter
 
@@ -31,6 +34,12 @@ def use_cpu_time() -> None:
     """Measure the CPU time of this process, which leaves out what other programs on the machine take."""
     global _timer
     _timer = time.process_time
+
+
+def limit_rounds(rounds: int) -> None:
+    """Measure no case in more than this many rounds."""
+    global _max_rounds
+    _max_rounds = rounds
 
 
 class Sample(NamedTuple):
@@ -109,7 +118,7 @@ def interleaved(variants: Mapping[str, Callable[[], Sample]], rounds: int, warm_
     """Measure all variants once per round, each round starting with another one; rounds to warm up are left out."""
     names = list(variants)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
-    for number in range(-warm_up, rounds):
+    for number in range(-warm_up, int(min(rounds, _max_rounds))):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             sample = variants[name]()

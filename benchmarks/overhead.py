@@ -28,24 +28,58 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _timing import Row, Sample, clock, interleaved, machine, show, summarize, timed, use_cpu_time, write_json
+from _timing import (
+    Row,
+    Sample,
+    clock,
+    interleaved,
+    limit_rounds,
+    machine,
+    show,
+    summarize,
+    timed,
+    use_cpu_time,
+    write_json,
+)
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from omnitrain import (
+    EMA,
+    SAM,
+    SWA,
+    Algorithm,
     Callback,
     CsvLogger,
+    CutMix,
     Distributions,
+    EarlyStopping,
     GarbageCollection,
+    GradientCheck,
+    GradientClipping,
+    GradualUnfreezing,
+    HookCallback,
+    LabelSmoothing,
+    LayerFreezing,
+    MagnitudePruning,
     MemoryMonitor,
+    MixUp,
+    Periodic,
     Preview,
     Profiler,
+    ProgressiveResizing,
+    SeqLengthWarmup,
+    SpikeGuard,
+    StochasticDepth,
+    StraightThrough,
     TensorBoardLogger,
     Throughput,
+    TimeLimit,
     Trace,
     Trainer,
+    TrainHook,
 )
 from omnitrain.data.sampling import EpochSampler
 from omnitrain.loggers.progress_bar import ProgressBar
@@ -470,6 +504,13 @@ class Hearing(Callback):
     on_before_clip = on_after_clip = on_after_optimizer_step = on_batch_start
 
 
+class Hook(TrainHook):
+    """Hears the end of each step."""
+
+    def on_step_end(self, trainer: Any, epoch: int, idx: int) -> None:
+        pass
+
+
 Watched = Callable[[Path], dict[str, Any]]
 """Gets an empty folder, and returns the arguments of a trainer that is watched by one thing."""
 
@@ -487,19 +528,24 @@ def saving(*callbacks: Callable[[], Callback]) -> Watched:
 WATCHERS: dict[str, Watched] = {
     "nothing": lambda folder: {},
     "nothing again (A/A)": lambda folder: {},
-    "progress bar": lambda folder: {"progress_bar": None, "callbacks": [ProgressBar(True, stream=io.StringIO())]},
-    "JSON lines": saving(),
-    "JSON lines and CSV": saving(CsvLogger),
-    "TensorBoard": lambda folder: {"callbacks": [TensorBoardLogger(folder)]},
-    "memory": callback(MemoryMonitor),
-    "throughput": callback(Throughput),
-    "trace": saving(Trace),
-    "distributions, between their steps": callback(Distributions, every=10**9),
-    "preview, between its steps": callback(Preview, [0.0], every=10**9, function=lambda model, prompt: ""),
-    "garbage collection": callback(GarbageCollection),
-    "profiler, its turn over": lambda folder: {"callbacks": [Profiler(0, warmup=0, active=1, folder=folder)]},
-    "a callback without events": callback(Callback),
-    "all events inside of steps": callback(Hearing),
+    "ProgressBar": lambda folder: {"progress_bar": None, "callbacks": [ProgressBar(True, stream=io.StringIO())]},
+    "save_dir, JsonlLogger": saving(),
+    "CsvLogger, with these": saving(CsvLogger),
+    "TensorBoardLogger": lambda folder: {"callbacks": [TensorBoardLogger(folder)]},
+    "MemoryMonitor": callback(MemoryMonitor),
+    "Throughput": callback(Throughput),
+    "Trace, with a save_dir": saving(Trace),
+    "Distributions, between its steps": callback(Distributions, every=10**9),
+    "Preview, between its steps": callback(Preview, [0.0], every=10**9, function=lambda model, prompt: ""),
+    "Periodic, between its steps": callback(Periodic, lambda trainer: {}, every=10**9),
+    "GarbageCollection": callback(GarbageCollection),
+    "Profiler, its turn over": lambda folder: {"callbacks": [Profiler(0, warmup=0, active=1, folder=folder)]},
+    "TimeLimit": callback(TimeLimit, "1h"),
+    "EarlyStopping": callback(EarlyStopping, 3),
+    "GradientCheck": callback(GradientCheck),
+    "TrainHook": callback(lambda: HookCallback(Hook())),
+    "a Callback without events": callback(Callback),
+    "a Callback with all events in steps": callback(Hearing),
 }
 """What may watch a run, each with all others off; a new one is a line here."""
 
@@ -525,24 +571,106 @@ def watchers(quick: bool) -> list[Row]:
     """Measure runs that one thing watches against one that nothing does; weights and losses are the same to the bit."""
     data = TensorDataset(*points(400 if quick else 8000))
     every = 10 if quick else 100
-    work = Training(mlp(), data, batch_size=8, epochs=3, log_every=every, loss_fn=cross_entropy, stretch=every)
-    return compare_watchers("watchers", work, WATCHERS, 1 if quick else 9)
+    work = Training(mlp(), data, batch_size=8, epochs=1, log_every=every, loss_fn=cross_entropy, stretch=every)
+    return compare_watched("watchers", work, WATCHERS, 1 if quick else 7)
 
 
 def traced(quick: bool) -> list[Row]:
     """Measure what `Trace` adds to the steps of the small transformer; weights and losses are the same to the bit."""
     compared = {name: saving() for name in ("nothing", "nothing again (A/A)")} | {"trace": saving(Trace)}
-    return compare_watchers("traced-transformer", encoding(quick, dropout=0.1), compared, 1 if quick else 9)
+    return compare_watched("traced-transformer", encoding(quick, dropout=0.1), compared, 1 if quick else 9)
 
 
-def compare_watchers(case: str, work: Training, watchers: dict[str, Watched], rounds: int) -> list[Row]:
-    """Measure the work, watched by one thing at a time."""
+def compare_watched(
+    case: str, work: Training, watchers: dict[str, Watched], rounds: int, are_same: bool = True
+) -> list[Row]:
+    """Measure the work with the arguments of one entry at a time; by default all end with the same bits."""
     same = SameWork()
+
+    def check(outcome: Outcome) -> None:
+        if are_same:
+            same(outcome, 0.0)
+
     variants = {
-        name: timed(functools.partial(by_watched, work, watched), lambda outcome: same(outcome, 0.0), work.stretches)
+        name: timed(functools.partial(by_watched, work, watched), check, work.stretches)
         for name, watched in watchers.items()
     }
     return summarize(case, interleaved(variants, rounds), "us/step", 1e6 / work.steps)
+
+
+# --- algorithms
+
+
+class Residual(nn.Module):
+    """A convolution whose output is added to its input."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Tagger(nn.Module):
+    """Returns the loss of a class for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(100, 32), nn.Linear(32, 4)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.embed(input_ids))
+        return {"loss": cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Sequences(Samples):
+    """Gives one dict of tokens and their labels per sample."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.x[index], "labels": self.labels[index]}
+
+
+def algorithm(make: Callable[..., Algorithm], *args: Any, **options: Any) -> Watched:
+    """Return what passes one algorithm, and options of the trainer."""
+    return lambda folder: {"algorithms": [make(*args)], **options}
+
+
+NO_ALGORITHM: dict[str, Watched] = {"no algorithm": lambda folder: {}, "no algorithm again (A/A)": lambda folder: {}}
+ALGORITHMS: dict[str, Watched] = {
+    "EMA": algorithm(EMA, 0.99),
+    "SWA": algorithm(SWA),
+    "LayerFreezing": algorithm(LayerFreezing),
+    "GradualUnfreezing": algorithm(GradualUnfreezing),
+    "GradientClipping": algorithm(GradientClipping, "adaptive", 0.1, max_grad_norm=None),
+    "LabelSmoothing": algorithm(LabelSmoothing, 2),
+    "MixUp": algorithm(MixUp, 2),
+    "CutMix": algorithm(CutMix, 2),
+    "ProgressiveResizing": algorithm(ProgressiveResizing, 0.5, 0.5, 0.2, 2),
+    "MagnitudePruning": algorithm(MagnitudePruning),
+    "StochasticDepth": algorithm(StochasticDepth, [Residual]),
+    "StraightThrough": algorithm(StraightThrough, lambda weight: (weight * 8).round() / 8),
+    "SpikeGuard": algorithm(SpikeGuard, 8.0, 100, "rewind", 100),
+    "SAM": algorithm(SAM),
+}
+"""What may change the steps of images, each with all others off; a new one is a line here."""
+
+
+def algorithms(quick: bool) -> list[Row]:
+    """Measure a small network for images with one algorithm at a time, and one for sequences."""
+    rows, every, rounds = (100, 10, 1) if quick else (2000, 100, 7)
+    generator = torch.Generator().manual_seed(SEED)
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), Residual(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)
+    )
+    images = TensorDataset(torch.randn(rows, 1, 8, 8, generator=generator), points(rows)[1])
+    options = {"batch_size": 8, "epochs": 4, "log_every": every, "stretch": every}
+    work = Training(model, images, loss_fn=cross_entropy, **options)
+    table = compare_watched("algorithms", work, NO_ALGORITHM | ALGORITHMS, rounds, are_same=False)
+    tokens = torch.randint(0, 100, (rows, 32), generator=generator)
+    work = Training(Tagger(), Sequences(tokens, tokens % 4), **options)
+    warmup = {"SeqLengthWarmup": algorithm(SeqLengthWarmup, 32)}
+    return table + compare_watched("algorithms, sequences", work, NO_ALGORITHM | warmup, rounds, are_same=False)
 
 
 # --- evaluation
@@ -709,6 +837,22 @@ def seconds_until(script: str) -> Callable[[], Sample]:
     return sample
 
 
+def construction(quick: bool) -> list[Row]:
+    """Measure what a trainer takes to be made, after another one."""
+    data = TensorDataset(*points(80))
+
+    def by_hand() -> Any:
+        model = mlp()
+        return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True), DataLoader(data, 8)
+
+    def by_trainer() -> Any:
+        return Trainer(mlp(), data, loss_fn=cross_entropy, batch_size=8, device="cpu", progress_bar=False)
+
+    ways = {"by hand": by_hand, "by hand again (A/A)": by_hand, "omnitrain.Trainer": by_trainer}
+    variants = {name: timed(lambda make=make: make, lambda made: None) for name, make in ways.items()}
+    return summarize("construction", interleaved(variants, 1 if quick else 50), "ms", 1e3)
+
+
 def imports(quick: bool) -> list[Row]:
     def importing(statement: str) -> Callable[[], Sample]:
         return seconds_until(f"{statement}\nimport time\nprint(time.time())")
@@ -740,9 +884,11 @@ CASES: dict[str, Callable[[bool], list[Row]]] = {
     "hf": hf,
     "hf-transformer": hf_transformer,
     "watchers": watchers,
+    "algorithms": algorithms,
     "traced-transformer": traced,
     "evaluation": evaluation,
     "eval-memory": memory,
+    "construction": construction,
     "imports": imports,
     "first-step": first_step,
 }
@@ -753,12 +899,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; the figures mean little")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=", ".join(CASES))
+    parser.add_argument("--rounds", type=int, help="how many at most; by default each case has its own number")
     parser.add_argument("--cpu-time", action="store_true", help="measure CPU time: on a machine that others use too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.cpu_time:
         use_cpu_time()
+    if options.rounds is not None:
+        limit_rounds(options.rounds)
     about = {**machine(), "quick": options.quick, "clock": "CPU" if options.cpu_time else "wall"}
     rows: list[Row] = []
     for name in options.only:
