@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from omnitrain.backends.backend import Backend, Output
+from omnitrain.backends.backend import NOTHING, Backend, Output
 from omnitrain.backends.collective_order import LayerOrder
 from omnitrain.backends.start import preserve_shared_buffers
 from omnitrain.checkpoint.state_dicts import unshare_elements
@@ -235,7 +235,9 @@ class DDP(Backend):
                 buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        if last or self._syncs_each_batch or self._ddp is None:
+        if last:
+            return NOTHING
+        if self._syncs_each_batch or self._ddp is None:
             return super().accumulating(last)
         if self._ddp.static_graph:
             raise ConfigError(
