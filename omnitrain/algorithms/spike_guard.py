@@ -20,6 +20,8 @@ _SMALLEST_DEVIATION = 0.01
 # A gradient norm that is at most this many times the largest of the latest ones only grows, as at the end of the
 # plateau that many runs begin with: far above the median of the window, but with no sample to blame.
 _GROWTH, _LATEST = 1.75, 8
+# The least values whose deviation says anything.
+_LEAST = 6
 
 LOSS, NORM = "loss", "grad_norm"
 
@@ -67,7 +69,7 @@ class SpikeGuard(Algorithm):
     A step spikes if its loss or norm is not finite, or lies more than `threshold` deviations above the median of the
     last `window` steps, the deviation being 1.4826 times the median absolute deviation, and at least 1 % of the
     median; a norm also above 1.75 times the largest of the last 8, as norms grow early in a run. Judging begins
-    once a quarter of the window is known.
+    with 6 values, or a quarter of a window above 24.
 
     "rewind" restores the newest checkpoint, or copy in memory, from before the step, and trains from there without its
     samples: bit for bit the run of data that never had them, up to the counts of samples and epochs. Steps are judged
@@ -149,7 +151,7 @@ class SpikeGuard(Algorithm):
 
     def _limit(self, kind: str) -> float:
         values = self._recent[kind]
-        if len(values) < max(self.window // 4, 2):
+        if len(values) < max(self.window // 4, _LEAST):
             return math.inf
         median = statistics.median(values)
         deviation = _DEVIATION_PER_MAD * statistics.median(abs(value - median) for value in values)

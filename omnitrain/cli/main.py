@@ -590,6 +590,7 @@ def _drill(args: argparse.Namespace) -> int:
             print(line, flush=True)
 
     script = Script(args.script, args.arguments, args.processes)
+    print(f"Running {args.script} to its end, undisturbed ...", file=sys.stderr, flush=True)
     with _untried_as_config_error():
         result = drill(script, args.kills, args.signals.split(","), args.seed, timeout=args.timeout, report=report)
     print(json.dumps(result.to_json()) if args.json else result.verdict())
