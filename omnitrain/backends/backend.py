@@ -234,7 +234,10 @@ class Backend:
     @functools.cached_property
     def _runs_cuda_graphs(self) -> bool:
         """Whether the model, or a part of it, was compiled to run as CUDA graphs."""
-        configs = [getattr(module, "get_compiler_config", dict)() for module in self.wrapped.modules()]
+        modules = list(self.wrapped.modules())
+        # `torch.compile(module)` returns another module; `module.compile()` has what runs in place of it
+        calls = [*modules, *(module._compiled_call_impl for module in modules)]
+        configs = [getattr(call, "get_compiler_config", dict)() for call in calls]
         return any((config or {}).get("triton.cudagraphs", False) for config in configs)
 
     @contextlib.contextmanager

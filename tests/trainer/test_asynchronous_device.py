@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from devices import KINDS, make
 from fake_device import FakeDevice, FakeEvent, FakeStream, Replayed
-from recipes import Starving, rows, same, t16, weights
+from recipes import Starving, rows, same, t16, trainer_on_cpu, weights
 from torch.utils._pytree import tree_map_only
 
-from omnitrain import EMA, NonFiniteError, Trace
+from omnitrain import EMA, NonFiniteError, Trace, Trainer
 from omnitrain.backends.backend import Backend
 from omnitrain.trainer import evaluation
 
@@ -96,6 +96,24 @@ def test_replayed_graphs_change_no_number(kind: str, monkeypatch: pytest.MonkeyP
 def keep(outputs: Any) -> Any:
     """Return outputs as arrays that share their memory."""
     return tree_map_only(torch.Tensor, torch.Tensor.numpy, outputs)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_gradients_of_a_replayed_part_are_copied(in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a part compiled by `part.compile()`, which stays the module that it was."""
+    model: Any = t16(dtype=torch.float32)
+    graph = Replayed(model[0])
+    if in_place:
+        monkeypatch.setitem(vars(model[0]), "_compiled_call_impl", graph)
+    else:
+        model[0] = graph
+    backend = trainer_on_cpu(Trainer, model, rows(16, torch.float32), loss_fn=F.mse_loss, epochs=1).backend
+    backend.collect_parameters()
+    parameter = next(iter(model.parameters()))
+    parameter.grad = gradient = torch.ones_like(parameter)
+    with backend.accumulating(last=False):
+        pass
+    assert parameter.grad is not gradient and torch.equal(parameter.grad, gradient)
 
 
 REUSED: dict[str, Race] = {
