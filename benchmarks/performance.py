@@ -1,6 +1,6 @@
 """The figures of the page "Performance": measures them, and draws the picture and the tables of the page from a file.
 
-    python benchmarks/performance.py --measure  # about seven minutes; writes results/performance.json
+    python benchmarks/performance.py --measure  # about nine minutes; writes results/performance.json
     python benchmarks/performance.py            # writes the picture and the tables of docs/performance.md
 
 Packages that are not installed are left out; how to install them is in peers/README.md.
@@ -27,7 +27,7 @@ SCRIPTS = (
     ("peers/training.py", "--rounds", "9"),
     ("distributed.py", "--only", "tiny MLP"),
     ("overhead.py", "--only", "construction", "imports", "hf"),
-    ("overhead.py", "--only", "watchers", "algorithms"),
+    ("overhead.py", "--only", "watchers", "algorithms", "--rounds", "4"),
 )
 """What is measured, one script after the other; the cases of the first one come first in the file."""
 
@@ -77,12 +77,13 @@ def features(rows: Rows) -> list[str]:
         if not row["variant"].startswith("no"):
             lines.append([f"`{row['variant']}`" if row["variant"].isidentifier() else row["variant"], added(row)])
         elif "A/A" in row["variant"]:
-            lines.append([f"nothing (the noise), {row['case']}", added(row)])
-    return table(["", "adds to a step"], lines, (1,))
+            lines.append(["nothing (the noise)", added(row)])
+    return table(["", "adds to a step, µs [least, greatest]"], lines, (1,))
 
 
 def added(row: dict[str, Any]) -> str:
-    return f"{row['calm_added']:+.0f} µs"
+    median, least, greatest = row["added"]
+    return f"{median:+.0f} [{least:+.0f}, {greatest:+.0f}]"
 
 
 def gpu() -> list[str]:

@@ -48,6 +48,12 @@ def fixture_of(script: str, folder: Path = BENCHMARKS) -> Any:
 
 
 gpu, throughput, probes = fixture_of("gpu"), fixture_of("throughput"), fixture_of("probes", BENCHMARKS / "peers")
+performance = fixture_of("performance")
+
+
+def test_performance_page_has_figures_of_its_file(performance: Any) -> None:
+    rows = json.loads(performance.RESULTS.read_text())["rows"]
+    assert performance.page_of(rows) == performance.PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.processes
