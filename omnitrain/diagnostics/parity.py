@@ -58,7 +58,7 @@ class Recorder(Callback):
         self.folder: Path = Path(folder)
         self.steps = steps
         self.probes = probes
-        self.frozen = frozenset(frozen)
+        self.frozen: frozenset[str] = frozenset(frozen)
         self._rows: list[dict[str, float]] = []
         self._before: tuple[Any, float] = (0.0, 0.0)
         self._samples = 0

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint.state_dicts import class_of
 from omnitrain.compute.random_state import isolated_rng, seed_everything
 from omnitrain.core.errors import DataError
@@ -39,26 +40,26 @@ class PassProbe:
     def __init__(self, loop: Loop, batch: Any, seconds: float) -> None:
         self.loop = loop
         self.trainer: Any = loop.trainer
-        self.backend = loop.trainer.backend
+        self.backend: Backend = loop.trainer.backend
         self.model: nn.Module = self.backend.model
         synchronizes = any(isinstance(module, nn.SyncBatchNorm) for module in self.model.modules())
         self.is_collective: bool = self.backend.forward_is_collective or (synchronizes and loop.ranks.world_size > 1)
         """Whether ranks wait for each other in a pass, so that none may run one more than the others."""
-        self.full_batch = batch
+        self.full_batch: Any = batch
         self.seconds = seconds
-        self.share = 1.0
+        self.share: float = 1.0
         """How much of the batch is run."""
         self.batch: Any = batch
         self.output: StepOutput | None = None
-        self.loss = math.nan
+        self.loss: float = math.nan
         self.classes: int | None = None
         self.mixes = False
         """Whether samples see each other in evaluation mode."""
         self.gradients: dict[str, torch.Tensor | None] = {}
         self.silent: set[str] = set()
         """The activations that give nothing but zeros, or are saturated, in the first pass."""
-        self.evaluating = modules_in_eval_mode(self.model)
-        self.set_step_nr = getattr(self.trainer.unit, "set_step_nr", None)
+        self.evaluating: list[nn.Module] = modules_in_eval_mode(self.model)
+        self.set_step_nr: Any = getattr(self.trainer.unit, "set_step_nr", None)
 
     def begin(self) -> CheckFinding | None:
         """Run the first pass, and return what is wrong with it, if it fails."""

@@ -102,10 +102,6 @@ class Ranks(Position):
         model = math.prod(size for name, size in self.dimensions.items() if name in _MODEL_DIMENSIONS)
         return Coordinates(self.rank // model, self.world_size // model, self.rank % model == 0)
 
-    def count_progress(self) -> None:
-        """Report progress in a long call to the watchdog."""
-        self.progress_count += 1
-
     def count_once(self, values: Sequence[float]) -> list[float]:
         """Return numbers of this rank's share of the data for a sum over ranks: zeros if another rank counts them."""
         return list(values) if self.data.counts else [0] * len(values)

@@ -262,6 +262,10 @@ class Position:
     # The CPU time used by this process until its latest heartbeat.
     _cpu_s: float = 0.0
 
+    def count_progress(self) -> None:
+        """Report progress in a long call to the watchdog."""
+        self.progress_count += 1
+
     def heartbeat(self) -> Heartbeat:
         """Return a heartbeat, one for each second."""
         self._beat += 1
