@@ -276,7 +276,7 @@ def crashing(y_true: Any, y_pred: Any) -> dict[str, float]:
 OUTPUTS_ONLY = {"loss_fn": lambda outputs, labels: outputs.sum() * 0, "compute_metrics": "accuracy"}
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "metric crashes": ({"compute_metrics": crashing}, KeyError, "no such thing"),
-    "metric no number": ({"compute_metrics": lambda p: {"m": "high"}}, DataError, "'m' is no number"),
+    "metric no number": ({"compute_metrics": lambda p: {"m": "high"}}, DataError, "The metric 'm' must be a number"),
     "other objective": (
         {"compute_metrics": lambda p: {"hits": 1.0}, "optimization_metric": "accuracy"}, ObjectiveError, "'hits'"
     ),
