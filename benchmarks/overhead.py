@@ -355,14 +355,16 @@ def plain_by_hand(work: Training) -> Callable[[], Outcome]:
     return run
 
 
-def plain_by_trainer(work: Training, *, same_optimizer: bool, clip: bool) -> Callable[[], Outcome]:
-    """Prepare the trainer, with the loop's own optimizer or with what it takes by default."""
+def plain_by_trainer(work: Training, *, same_optimizer: bool, clip: bool, kind: Any = Trainer) -> Callable[[], Outcome]:
+    """Prepare a trainer, with the loop's own optimizer or with what it takes by default."""
     model = copy.deepcopy(work.model)
     options: dict[str, Any] = {"learning_rate": LEARNING_RATE, "weight_decay": 0.0}
     if same_optimizer:
         options = {"optimizer": torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)}
-    trainer = Trainer(
-        model, work.dataset, loss_fn=work.loss_fn, epochs=work.epochs, batch_size=work.batch_size, device="cpu",
+    if kind is Trainer:  # the others take the CPU where there is no GPU
+        options["device"] = "cpu"
+    trainer = kind(
+        model, work.dataset, loss_fn=work.loss_fn, epochs=work.epochs, batch_size=work.batch_size,
         max_grad_norm=1e6 if clip else None, log_steps=work.log_every, seed=SEED, progress_bar=False, **options,
     )  # fmt: skip
     work.note_times(trainer.optimizer)

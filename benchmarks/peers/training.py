@@ -54,6 +54,18 @@ def parts(work: Training) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[
     return model, optimizer, DataLoader(work.dataset, work.batch_size, sampler=SameOrder(len(work.dataset)))  # type: ignore[arg-type]
 
 
+def run_loop(
+    work: Training, bare: nn.Module, model: Any, optimizer: Any, batches: Any, backward: Callable[[Tensor], Any]
+) -> Outcome:
+    """Run the loop of a library that wraps the model and has a backward pass of its own."""
+    for _ in range(work.epochs):
+        for x, labels in batches:
+            backward(cross_entropy(model(x), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+    return bare, []
+
+
 def by_accelerate(work: Training) -> Run:
     """Prepare the loop of accelerate's documentation."""
     from accelerate import Accelerator
@@ -62,32 +74,7 @@ def by_accelerate(work: Training) -> Run:
     bare, optimizer, batches = parts(work)
     model, optimizer, batches = accelerator.prepare(bare, optimizer, batches)
 
-    def run() -> Outcome:
-        for _ in range(work.epochs):
-            for x, labels in batches:
-                accelerator.backward(cross_entropy(model(x), labels))
-                optimizer.step()
-                optimizer.zero_grad()
-        return bare, []
-
-    return run
-
-
-def by_accelerate_trainer(work: Training) -> Run:
-    """Prepare AccelerateTrainer, which clips and logs by default, as Trainer does."""
-    model = copy.deepcopy(work.model)
-    trainer = AccelerateTrainer(
-        model, work.dataset, loss_fn=cross_entropy, epochs=work.epochs, batch_size=work.batch_size, max_grad_norm=1e6,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0),
-        log_steps=work.log_every, seed=SEED, progress_bar=False,
-    )  # fmt: skip
-    work.note_times(trainer.optimizer)
-
-    def run() -> Outcome:
-        trainer.train()
-        return trainer.get_model(), []
-
-    return run
+    return lambda: run_loop(work, bare, model, optimizer, batches, accelerator.backward)
 
 
 def by_ignite(work: Training) -> Run:
@@ -113,15 +100,7 @@ def by_fabric(work: Training) -> Run:
     model, optimizer = fabric.setup(bare, optimizer)
     batches = fabric.setup_dataloaders(batches, use_distributed_sampler=False)
 
-    def run() -> Outcome:
-        for _ in range(work.epochs):
-            for x, labels in batches:
-                fabric.backward(cross_entropy(model(x), labels))
-                optimizer.step()
-                optimizer.zero_grad()
-        return bare, []
-
-    return run
+    return lambda: run_loop(work, bare, model, optimizer, batches, fabric.backward)
 
 
 def by_lightning(work: Training) -> Run:
@@ -195,7 +174,10 @@ def variants(work: Training) -> dict[str, tuple[str, Run | Callable[[], Run]]]:
         "plain loop": ("torch", lambda: plain_by_hand(work)),
         "plain loop again (A/A)": ("torch", lambda: plain_by_hand(work)),
         "omnitrain.Trainer": ("torch", lambda: plain_by_trainer(work, same_optimizer=True, clip=True)),
-        "omnitrain.AccelerateTrainer": ("accelerate", lambda: by_accelerate_trainer(work)),
+        "omnitrain.AccelerateTrainer": (
+            "accelerate",
+            lambda: plain_by_trainer(work, same_optimizer=True, clip=True, kind=AccelerateTrainer),
+        ),
         "omnitrain.HFTrainer": ("transformers", lambda: by_transformers(work, ours=True)),
         "ignite": ("ignite", lambda: by_ignite(work)),
         "Lightning Fabric": ("lightning", lambda: by_fabric(work)),
