@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypedDict
 
 from omnitrain.config.names import import_object
 from omnitrain.core.errors import OmnitrainError
+from omnitrain.core.files import replace_file
 
 VARIABLE = "OMNITRAIN_OVERRIDES"
 """The environment variable with `Overrides` as JSON."""
@@ -211,18 +212,11 @@ def _rehearse(trainer: Any, rehearsal: Rehearsal) -> NoReturn:
     except Exception as error:
         answer = {"problem": str(error) if isinstance(error, OmnitrainError) else f"{type(error).__name__}: {error}"}
     if trainer.is_main_process:
-        write_json(rehearsal["path"], answer)
+        replace_file(Path(rehearsal["path"]), json.dumps(answer).encode(), sync=False)
         for folder in _missing_folders:  # transformers makes the folder of a run with its trainer
             with contextlib.suppress(OSError):
                 folder.rmdir()
     raise SystemExit(0)
-
-
-def write_json(path: str, content: Any) -> None:
-    """Write a JSON file that is complete as soon as it exists."""
-    part = Path(f"{path}.part")
-    part.write_text(json.dumps(content))
-    part.replace(path)
 
 
 def describe_run(trainer: Any) -> dict[str, Any]:

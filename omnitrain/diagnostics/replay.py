@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import tempfile
@@ -23,6 +24,7 @@ from omnitrain.config import overrides
 from omnitrain.core.display import ProofResult, Table
 from omnitrain.core.errors import CheckpointError, ConfigError, check_number
 from omnitrain.core.events import Callback, TrainerLike
+from omnitrain.core.files import replace_file
 from omnitrain.diagnostics.run_diff import METRICS_FILE, read_rows
 from omnitrain.diagnostics.script import Script
 from omnitrain.diagnostics.verify import recorded_processes
@@ -151,7 +153,7 @@ class StepRecorder(Callback):
         if self.result and trainer.is_main_process:
             self.result["row"] = _row_of(Path(str(trainer.save_dir)) / _REPLAYED_FILE, self.step, "step")
             if self.path is not None:
-                overrides.write_json(self.path, self.result)
+                replace_file(Path(self.path), json.dumps(self.result).encode(), sync=False)
 
 
 def make_trace() -> Trace:
