@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 os.environ.update(
@@ -151,6 +151,18 @@ def trainer_class(request: pytest.FixtureRequest) -> Any:
     from marks import TRAINERS
 
     return TRAINERS[request.param]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a command of `omnitrain` in this process; return its exit code, and what it wrote to stdout and stderr."""
+    from omnitrain.cli.main import main
+
+    def run(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        return main([*map(str, words)]), *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

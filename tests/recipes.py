@@ -17,6 +17,9 @@ import omnitrain
 from omnitrain import Callback, Event
 from omnitrain.core.events import INNER_STEP_EVENTS
 
+assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+"""Assert that tensors, or lists and dicts of them, are equal to the bit."""
+
 
 def t16(dropout: float = 0.0, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
     """The small regression model: 4 -> 16 -> 1."""

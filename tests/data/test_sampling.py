@@ -1,6 +1,6 @@
 """The order of samples, their split over ranks, and fetching."""
 
-import functools
+import itertools
 import random
 import tracemalloc
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recipes import disturb, draw, states
+from recipes import assert_equal, disturb, draw, states
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from omnitrain.compute.random_state import derive_seed
@@ -19,11 +19,9 @@ from omnitrain.data.collation import Collator
 from omnitrain.data.sampling import EpochSampler, Fetch, MicrobatchLayout, permute, share, tensor_columns
 
 fuzzed = settings(max_examples=30)
-assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
-sizes = st.integers(1, 60)
-batch_sizes = st.integers(1, 7)
-worlds = st.integers(1, 5)
-epochs = st.integers(0, 3)
+
+
+sizes, batch_sizes, worlds, epochs = (st.integers(*bounds) for bounds in ((1, 60), (1, 7), (1, 5), (0, 3)))
 
 
 def per_rank(size: int, batch_size: int, world: int, epoch: int = 0, position: int = 0, **options: Any) -> list[list]:
@@ -36,8 +34,8 @@ def flat(batches: Any) -> list[int]:
     return [index for batch in batches for index in batch]
 
 
-def steps_of(ranks: list[list], accumulation: int) -> list[list[int]]:
-    """The samples of each step on all ranks together."""
+def sorted_steps(ranks: list[list], accumulation: int = 1) -> list[list[int]]:
+    """The samples of each step on all ranks together, in ascending order."""
     batches = list(zip(*ranks, strict=True))
     return [sorted(flat(flat(batches[first : first + accumulation]))) for first in range(0, len(batches), accumulation)]
 
@@ -54,10 +52,9 @@ def test_order_has_each_index_once_in_equally_many_batches(
     ranks, step = per_rank(size, batch_size, world, epoch), batch_size * world
     assert sorted(flat(flat(ranks))) == list(range(size))
     assert {len(batches) for batches in ranks} == {len(EpochSampler(size, batch_size, world_size=world))}
-    assert all(len(batch) <= batch_size for batches in ranks for batch in batches)
-    assert all(len(batch) == batch_size for batches in ranks for batch in batches[:-1])
+    assert {len(batch) for batches in ranks for batch in batches[:-1]} <= {batch_size}
     last = [len(batches[-1]) for batches in ranks]
-    assert max(last) - min(last) <= 1
+    assert max(last) - min(last) <= 1 and max(last) <= batch_size
     assert flat(per_rank(size, batch_size, 1, epoch, shuffle=False)[0]) == list(range(size))
     done = data.draw(st.integers(0, len(ranks[0])))
     assert per_rank(size, batch_size, world, epoch, min(done * step, size)) == [batches[done:] for batches in ranks]
@@ -110,20 +107,19 @@ def test_rounds_of_any_step_have_its_samples_on_any_world(
     done = step * data.draw(st.integers(0, (size - 1) // step))
     ranks = per_rank(size, batch_size, world, epoch, done, rounds=rounds)
     assert all(len(batch) <= batch_size for batches in ranks for batch in batches)
-    assert steps_of(ranks, len(rounds.sizes)) == [sorted(part) for part in per_rank(size, step, 1, epoch, done)[0]]
+    assert sorted_steps(ranks, len(rounds.sizes)) == sorted_steps(per_rank(size, step, 1, epoch, done))
     if not done:
         assert {len(batches) for batches in ranks} == {len(EpochSampler(size, 1, rounds=rounds))}
     ranks = per_rank(size, batch_size, world, epoch)  # and so without rounds, in steps of whole micro-batches
-    straight = per_rank(size, 2 * batch_size * world, 1, epoch)[0]
-    assert steps_of(ranks, 2) == [sorted(part) for part in straight]
+    assert sorted_steps(ranks, 2) == sorted_steps(per_rank(size, 2 * batch_size * world, 1, epoch))
 
 
 def test_rounds_of_steps_larger_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("omnitrain.data.sampling._BLOCK", 16)
     for step in (5, 13, 16, 40):
         rounds = MicrobatchLayout.of(step, 2, 3)
-        steps = steps_of(per_rank(100, 2, 3, rounds=rounds), len(rounds.sizes))
-        assert steps == [sorted(batch) for batch in per_rank(100, step, 1)[0]]
+        steps = sorted_steps(per_rank(100, 2, 3, rounds=rounds), len(rounds.sizes))
+        assert steps == sorted_steps(per_rank(100, step, 1))
 
 
 # Datasets that are tensors
@@ -149,13 +145,11 @@ def test_fetch_of_tensors_copies_them_like_samples(kind: str) -> None:
     samples = Fetch(dataset, lambda samples: samples, 0)(0, np.array([2, 0]))
     assert_equal(list(samples), [expected(2), expected(0)])  # for a custom collator
     index = torch.tensor([2, 0, 1])
-    before = expected(index)
     for _ in range(2):
         batch = Fetch(dataset, Collator(), 0)(0, index.numpy())
-        assert isinstance(batch, type(before))
-        assert_equal(batch, before)
-        columns = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple) else [batch]
-        for tensor in columns:
+        assert isinstance(batch, type(expected(index)))
+        assert_equal(batch, expected(index))
+        for tensor in batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple) else [batch]:
             tensor.zero_()
 
 
@@ -182,21 +176,12 @@ def draw_torch() -> float:
     return torch.rand(1).item()
 
 
-def seed_all() -> None:
-    np.random.seed(3)
-    torch.manual_seed(4)
-    random.seed(5)
-
-
-def draw_and_seed() -> float:
-    value = draw()
-    seed_all()
-    return value
-
-
-def seed_and_draw() -> float:
-    seed_all()
-    return draw()
+def draw_and_seed(before: bool) -> float:
+    """Seed all generators before or after a draw."""
+    value = 0.0 if before else draw()
+    for seed, function in enumerate((np.random.seed, torch.manual_seed, random.seed), start=3):
+        function(seed)
+    return draw() if before else value
 
 
 DRAWS: dict[str, Callable[[], float]] = {
@@ -206,8 +191,8 @@ DRAWS: dict[str, Callable[[], float]] = {
     "624 words of torch": lambda: torch.rand(624).sum().item(),
     "624 words of numpy": lambda: float(np.frombuffer(np.random.bytes(4 * 624), np.uint32).sum()),
     "624 words of python": lambda: float(random.getrandbits(32 * 624) % 10007),
-    "seeds before": seed_and_draw,
-    "seeds after": draw_and_seed,
+    "seeds before": lambda: draw_and_seed(before=True),
+    "seeds after": lambda: draw_and_seed(before=False),
     "nothing": draw_nothing,
 }
 
@@ -246,13 +231,12 @@ def test_fetch_gives_the_same_sample_in_any_batch(draw: str) -> None:
     expected = one_by_one(dataset)
     for split in ([[*range(12)]], [[11, 1, 0], [5]], [[i] for i in range(11, -1, -1)], [[1, 2, 3], [4, 5, 6], [0, 10]]):
         fetch = Fetch(dataset, Collator(), 0)
-        for prepare in (disturb, lambda: np.random.seed([1, 2])):
-            for indices in split:
-                prepare()
-                before = states()
-                fetched = fetch(0, np.array(indices)).tolist()
-                assert {int(index): value for index, value in fetched} == {i: expected[i] for i in indices}
-                assert states() == before
+        for prepare, indices in itertools.product((disturb, lambda: np.random.seed([1, 2])), split):
+            prepare()
+            before = states()
+            fetched = fetch(0, np.array(indices)).tolist()
+            assert {int(index): value for index, value in fetched} == {i: expected[i] for i in indices}
+            assert states() == before
     if draw not in ("nothing", "seeds before"):
         dataset = Drawing(DRAWS[draw])
         runs = [one_by_one(dataset), one_by_one(dataset, epoch=1), one_by_one(dataset, seed=1)]
@@ -263,10 +247,10 @@ def test_fetch_gives_the_same_sample_in_any_batch(draw: str) -> None:
 def test_fetch_without_draws_reads_once_by_batch() -> None:
     requests = []
 
-    class Batches(Drawing):
+    class Batches(DrawingBatches):
         def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
             requests.append(indices)
-            return [torch.tensor([index, 0.0]) for index in indices]
+            return super().__getitems__(indices)
 
     data = Batches(draw_nothing)
     assert Fetch(data, Collator(), 0)(0, np.array([3, 1])).tolist() == [[3, 0], [1, 0]]
@@ -357,27 +341,22 @@ def test_keyed_order_is_shared_and_resumed(size: int, batch_size: int, world: in
         sampler.is_keyed = True
     order = samplers[0].order(epoch)
     assert sorted(order) == list(range(size))
-    ranks = [list(sampler.batches(epoch, position)) for sampler in samplers]
-    indices = [index for turn in zip(*ranks, strict=True) for index in np.concatenate(turn)]
-    assert indices == order[position:].tolist()
+    turns = zip(*(sampler.batches(epoch, position) for sampler in samplers), strict=True)
+    assert flat(map(np.concatenate, turns)) == order[position:].tolist()
 
 
 def test_keyed_order_looks_random() -> None:
     size = 447**2  # a whole square
-    order = permute(np.arange(size), size, key=5)
+    places, (order, other) = np.arange(size), (permute(np.arange(size), size, key) for key in (5, 6))
     # Each bound is what chance stays below but once in many thousands of orders.
-    places = np.arange(size)
-    correlation = np.corrcoef(places, order)[0, 1]
-    neighbours = np.corrcoef(order[:-1], order[1:])[0, 1]
-    assert abs(correlation) * np.sqrt(size) < 4.5 and abs(neighbours) * np.sqrt(size) < 4.5
+    for a, b in ((places, order), (order[:-1], order[1:]), (order, other)):
+        assert abs(np.corrcoef(a, b)[0, 1]) * np.sqrt(size) < 4.5
     counts = np.bincount(places * 20 // size * 20 + order * 20 // size)  # where each twentieth of the places goes
     assert ((counts - size / 400) ** 2 / (size / 400)).sum() < 361 + 4.5 * np.sqrt(2 * 361)
     steps = np.diff(order) % size  # of an order that is too regular some would come again and again
     assert np.bincount(steps).max() < 12
     assert abs((np.diff(order) > 0).mean() - 0.5) * np.sqrt(12 * size) < 4.5
-    assert (order == places).sum() < 10  # of a random permutation one on average
-    other = permute(np.arange(size), size, key=6)
-    assert (order == other).sum() < 10 and abs(np.corrcoef(order, other)[0, 1]) * np.sqrt(size) < 4.5
+    assert (order == places).sum() < 10 and (order == other).sum() < 10  # of a random permutation one on average
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

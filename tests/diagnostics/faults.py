@@ -104,13 +104,6 @@ def weighted_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) 
     return (losses * (1 + 1e3 * (labels == HEAVY))).mean()
 
 
-def spoil(inputs: Tensor, index: int = 7) -> Tensor:
-    """Return inputs of which one is a thousand times too large."""
-    inputs = inputs.clone()
-    inputs[index] *= 1e3
-    return inputs
-
-
 def mislabel(tensors: Sequence[Tensor], index: int) -> None:
     """Make one of the digits a thousand times too large, and another one, so that no model scores it right."""
     inputs, labels = tensors
@@ -118,31 +111,25 @@ def mislabel(tensors: Sequence[Tensor], index: int) -> None:
     labels[index] = (labels[index] + 1) % 10
 
 
+def load_part(part: str) -> list[Any]:
+    from examples.native_digits import load_part
+
+    return load_part(part)  # type: ignore[arg-type]
+
+
 def load_leaking() -> list[Any]:
     """Return the training samples of `native_digits.yaml`, and some of those to evaluate on."""
     return load_part("train") + load_part("valid")[:20]
 
 
-def load_spoilt() -> list[Any]:
+def load_changed(index: int, factor: float = 1.0, addend: float = 0.0) -> list[Any]:
     samples = load_part("train")
-    samples[472]["pixels"] = samples[472]["pixels"] * 1e3
-    return samples
-
-
-def load_nudged() -> list[Any]:
-    samples = load_part("train")
-    samples[7]["pixels"] = samples[7]["pixels"] + 1e-3
+    samples[index]["pixels"] = samples[index]["pixels"] * factor + addend
     return samples
 
 
 def load_relabelled() -> list[Any]:
     return [{**sample, "labels": 3} for sample in load_part("train")]
-
-
-def load_part(part: str) -> list[Any]:
-    from examples.native_digits import load_part
-
-    return load_part(part)  # type: ignore[arg-type]
 
 
 def make_normalized_reader() -> nn.Module:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import UserDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import rows
+from recipes import Holding, rows, same, trainer_on_cpu, weights
 from torch import nn
 from torch.utils.data import Dataset
 
-from omnitrain import Algorithm, DataError, MixUp, Trainer
+from omnitrain import Algorithm, Collator, DataError, MixUp, Trainer
 from omnitrain.diagnostics.batch_dependence import BatchProbe
 
 
@@ -43,26 +44,19 @@ class Mean(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-class Mixing(nn.Module):
-    """Subtracts the mean of the batch, in every mode."""
+class Custom(nn.Module):
+    """Applies a function to its inputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.body = nn.Linear(4, 1).double()
+        self.body, self.function = nn.Linear(4, 1).double(), function
 
-    def forward(self, x: Any) -> Any:
-        return self.body(x - x.mean(0))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.function(self, x))
 
 
-class Functional(nn.Module):
-    """Drops out without a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 1).double()
-
-    def forward(self, x: Any) -> Any:
-        return self.body(F.dropout(x, 0.5, self.training))
+DROPPING = Custom(lambda model, x: F.dropout(x, 0.5, model.training))
+MIXING = Custom(lambda model, x: x - x.mean(0))
 
 
 class Reversed(Algorithm):
@@ -85,7 +79,7 @@ def rank_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def find(model: nn.Module, data: Any = None, **options: Any) -> list[str]:
     options = {"loss_fn": None if data is not None else F.mse_loss, **options}
-    trainer = Trainer(model, data or rows(16), batch_size=8, device="cpu", progress_bar=False, **options)
+    trainer = trainer_on_cpu(Trainer, model, data or rows(16), batch_size=8, **options)
     reasons = BatchProbe(trainer).find_reasons()
     modules = dict(model.named_modules())
     for reason in reasons:
@@ -105,8 +99,8 @@ def find(model: nn.Module, data: Any = None, **options: Any) -> list[str]:
             layers(*[nn.BatchNorm1d(8) for _ in range(3)], nn.Dropout(0.5)), {},
             ["BatchNorm1d '1', '2' and others (3 in all) see the batch", "Dropout '4' draws random numbers per batch"],
         ),
-        (Functional(), {}, ["Functional (the model itself) draws random numbers per batch"]),
-        (Mixing(), {}, ["the model (Mixing) mixes the samples of a batch"]),
+        (DROPPING, {}, ["Custom (the model itself) draws random numbers per batch"]),
+        (MIXING, {}, ["the model (Custom) mixes the samples of a batch"]),
         (layers(), {"loss_fn": rank_loss}, ["the loss (rank_loss) compares the samples of a batch"]),
         (layers(), {"algorithms": [MixUp(alpha=0.4)]}, []),  # pairs stay together
         (layers(), {"algorithms": [Reversed()]}, ["Reversed transforms whole batches"]),
@@ -125,38 +119,25 @@ def test_loss_that_is_not_finite_is_no_reason() -> None:
         find(layers(), loss_fn=lambda outputs, labels: F.mse_loss(outputs, labels) * math.nan)
 
 
-def pad(samples: list[dict[str, torch.Tensor]]) -> UserDict[str, torch.Tensor]:
-    names = ("input_ids", "attention_mask")
-    columns = {name: nn.utils.rnn.pad_sequence([sample[name] for sample in samples], True) for name in names}
-    return UserDict({**columns, "labels": torch.stack([sample["labels"] for sample in samples])})
-
-
 def test_unmasked_padding_is_named() -> None:
+    """Also with a head with small weights, by which all samples have almost the same scores, and with a dropout."""
     torch.manual_seed(0)
     assert find(Mean(is_masked=True), Words()) == []
-    (reason,) = find(Mean(is_masked=False), Words())
-    assert reason.startswith("padding changes the loss")
-    (reason,) = find(Mean(is_masked=False), Words(), data_collator=pad)  # transformers' BatchEncoding is no dict either
-    assert reason.startswith("padding changes the loss")
-
-
-def test_unmasked_padding_is_named_before_training() -> None:
-    """A head with small weights gives all samples almost the same scores, and the loss of guessing; with a dropout."""
-    torch.manual_seed(0)
+    for options in ({}, {"data_collator": lambda samples: UserDict(Collator()(samples))}):  # as BatchEncoding, no dict
+        (reason,) = find(Mean(is_masked=False), Words(), **options)
+        assert reason.startswith("padding changes the loss")
     model = Mean(is_masked=False)
     model.head = nn.Sequential(nn.Dropout(0.5), model.head)  # type: ignore[assignment]
     with torch.no_grad():
         model.head[1].weight.mul_(1e-3)
         model.head[1].bias.fill_(0.01)
-    reasons = find(model, Words())
-    assert [reason.partition(":")[0] for reason in reasons] == [
-        "padding changes the loss", "Dropout 'head.0' draws random numbers per batch",
-    ]  # fmt: skip
+    reasons = [reason.partition(":")[0] for reason in find(model, Words())]
+    assert reasons == ["padding changes the loss", "Dropout 'head.0' draws random numbers per batch"]
 
 
 def test_collator_of_other_rows_is_named() -> None:
     def collate(samples: list[Any]) -> Any:
-        x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+        x, y = Collator()(samples)
         return x - x.mean(), y
 
     (reason,) = find(layers(), data_collator=collate)
@@ -164,19 +145,8 @@ def test_collator_of_other_rows_is_named() -> None:
 
 
 def test_sum_of_losses_is_no_dependence() -> None:
-    model = layers()
-
-    def unit(batch: Any) -> tuple[torch.Tensor, int]:
-        x, y = batch
-        return (model(x) - y).square().sum(), len(x)
-
-    assert find(model, unit=unit, loss_fn=None) == []
-
-
-def test_weights_and_modes_stay() -> None:
-    dropout = nn.Dropout(0.5)
-    model = layers(dropout)
-    before = [weight.clone() for weight in model.parameters()]
-    find(model)
-    assert model.training and dropout.training
-    assert all(map(torch.equal, before, model.parameters()))
+    """Weights and modes stay."""
+    model = layers(nn.Dropout(0.0))
+    before = weights(model)
+    assert find(model, unit=Holding(model), loss_fn=None) == []
+    assert model.training and model[1].training and same(before, weights(model))

@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,7 +22,6 @@ from programs import LIMIT, fork
 from torch import nn
 
 from omnitrain import ConfigError, Trainer
-from omnitrain.cli.main import main
 from omnitrain.config import overrides
 from omnitrain.diagnostics import drill as drills
 from omnitrain.diagnostics import interruptions
@@ -100,10 +100,7 @@ def test_drill_of_a_sound_script_is_equal(tmp_path: Path) -> None:
     assert str(result).splitlines()[-1] == result.verdict() == f"equal to the bit: {', '.join(result.parts)}"
 
 
-@pytest.mark.parametrize(
-    ("fault", "what", "suspect"),
-    thinned(FORGOTTEN, FORGOTTEN[:2]),
-)
+@pytest.mark.parametrize(("fault", "what", "suspect"), thinned(FORGOTTEN, FORGOTTEN[:2]))
 def test_drill_reports_forgotten_state(fault: str, what: str, suspect: str, tmp_path: Path) -> None:
     result = run(tmp_path, fault, 1, signals=["kill"], seed=2)
     (start, _) = result.starts
@@ -114,34 +111,32 @@ def test_drill_reports_forgotten_state(fault: str, what: str, suspect: str, tmp_
     assert result.folder is not None and result.folder.is_dir()
 
 
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("callback Halving", "; give it `state_dict()` and `load_state_dict()`"),
-        ("data_collator scale()", "; make it a class with `state_dict()`"),
-        ("model Noisy", "; make it a buffer"),
-        ("compute_metrics count()", "; keep it in a callback"),
-        ("TrainerCallback Halving", "; have it inherit from transformers' `ExportableState`"),
-    ],
-)
+def record_of(name: str, *counts: str) -> Record:
+    """Return the record of a run in which a part has this count at the end, on each rank."""
+    start = {"run": "run-1", "step": 0, "event": "start"}
+    end = {"run": "run-1", "step": 1, "event": "end"}
+    ranks = {str(rank): [start, {**end, "objects": {name: {"count": count}}}] for rank, count in enumerate(counts)}
+    return Record(ranks, {})
+
+
+@pytest.mark.parametrize(("name", "remedy"), [
+    ("callback Halving", "; give it `state_dict()` and `load_state_dict()`"),
+    ("data_collator scale()", "; make it a class with `state_dict()`"),
+    ("model Noisy", "; make it a buffer"),
+    ("compute_metrics count()", "; keep it in a callback"),
+    ("TrainerCallback Halving", "; have it inherit from transformers' `ExportableState`"),
+])  # fmt: skip
 def test_drill_suggests_what_a_checkpoint_saves(name: str, remedy: str) -> None:
-    def record(count: str) -> Record:
-        end = {"run": "run-1", "step": 1, "event": "end", "objects": {name: {"count": count}}}
-        return Record({"0": [{"run": "run-1", "step": 0, "event": "start"}, end]}, {})
-
-    (suspect,) = drills._find_suspects(record("3"), record("1"), record("3"))
+    undisturbed, resumed, both = (record_of(name, *counts) for counts in ("3", "1", "33"))
+    (suspect,) = drills._find_suspects(undisturbed, resumed, undisturbed)
     assert suspect.startswith(f"{name}: its 'count' is 3 undisturbed, 1 resumed{remedy}")
-    assert not drills._find_suspects(record("3"), record("1"), record("2"))  # such as a time
+    assert not drills._find_suspects(undisturbed, resumed, record_of(name, "2"))  # such as a time
+    (suspect,) = drills._find_suspects(both, record_of(name, "3", "1"), both)
+    assert suspect.startswith(f"{name} of rank 1: its 'count' is 3 undisturbed, 1 resumed")
 
 
-def test_drill_finds_a_suspect_on_another_rank() -> None:
-    def record(*counts: str) -> Record:
-        ends = [{"run": "run-1", "step": 1, "event": "end", "objects": {"callback A": {"count": n}}} for n in counts]
-        start = {"run": "run-1", "step": 0, "event": "start"}
-        return Record({str(rank): [start, end] for rank, end in enumerate(ends)}, {})
-
-    (suspect,) = drills._find_suspects(record("3", "3"), record("3", "1"), record("3", "3"))
-    assert suspect.startswith("callback A of rank 1: its 'count' is 3 undisturbed, 1 resumed")
+def add_noise(values: Any, generator: np.random.Generator) -> Any:
+    return values
 
 
 class Stateful(torch.utils.data.Dataset[Any]):
@@ -149,8 +144,7 @@ class Stateful(torch.utils.data.Dataset[Any]):
 
     def __init__(self) -> None:
         self.noise = functools.partial(add_noise, generator=np.random.default_rng(0))
-        self.losses = list(range(500))
-        self.average = torch.zeros(2)
+        self.losses, self.average = list(range(500)), torch.zeros(2)
 
     def __len__(self) -> int:
         return 4
@@ -159,18 +153,11 @@ class Stateful(torch.utils.data.Dataset[Any]):
         return self.noise(samples)
 
 
-def add_noise(values: Any, generator: np.random.Generator) -> Any:
-    return values
-
-
-@pytest.mark.parametrize(
-    ("attribute", "change"),
-    [
-        ("noise.generator", lambda part: part.noise.keywords["generator"].random()),
-        ("losses", lambda part: part.losses.append(3)),
-        ("average", lambda part: part.average.add_(1)),
-    ],
-)
+@pytest.mark.parametrize(("attribute", "change"), [
+    ("noise.generator", lambda part: part.noise.keywords["generator"].random()),
+    ("losses", lambda part: part.losses.append(3)),
+    ("average", lambda part: part.average.add_(1)),
+])  # fmt: skip
 def test_observer_describes_nested_state(attribute: str, change: Any) -> None:
     """In a method that collates, and in a dataset inside of PyTorch's wrappers."""
     part = Stateful()
@@ -201,27 +188,18 @@ def test_drill_reports_a_resume_that_fails(tmp_path: Path) -> None:
     assert result.code == 1 and "cannot be restored" in result.difference and "SIGTERM at step" in result.difference
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("raises", "failed by itself, with exit code 1.*broken by itself"),
-        ("trains nothing", "trained with no trainer of omnitrain"),
-        ("only weights", "saves only weights"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "message"), [
+    ("raises", "failed by itself, with exit code 1.*broken by itself"),
+    ("trains nothing", "trained with no trainer of omnitrain"),
+    ("only weights", "saves only weights"),
+])  # fmt: skip
 def test_drill_cannot_try(fault: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         run(tmp_path, fault)
-    assert main(["drill", "--kills", "1", str(PLANTED), fault, str(tmp_path)]) == 2
 
 
-@pytest.mark.parametrize(
-    ("fault", "note"),
-    thinned(LACKING, LACKING[:1]),
-)
+@pytest.mark.parametrize(("fault", "note"), thinned(LACKING, LACKING[:1]))
 def test_drill_supplies_what_a_script_lacks(fault: str, note: str, tmp_path: Path) -> None:
-    if fault == "transformers":
-        assert pytest.importorskip("omnitrain.hf.trainer") and pytest.importorskip("accelerate.tracking")
     result = run(tmp_path, fault, signals=["kill", "disk"], seed=3)
     assert result.ok and note in "\n".join(result.notes), str(result)
     assert not list(tmp_path.iterdir())
@@ -237,15 +215,9 @@ def test_drill_that_resumes_nothing_proves_nothing(tmp_path: Path, monkeypatch: 
         run(tmp_path)
 
 
-def test_drill_on_a_full_disk_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Script, folder: Path, *_: Any, **__: Any) -> Outcome:
-        raise OSError(28, "No space left on device")
+def test_drill_that_cannot_run_is_not_tried(tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk, and of a script that fails at times."""
 
-    monkeypatch.setattr(Script, "run", fail)
-    assert main(["drill", str(PLANTED), "", str(tmp_path)]) == 2
-
-
-def test_drill_of_a_script_that_fails_at_times_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail_second(self: Script, folder: Path, values: Any, *, name: str = "output", **options: Any) -> Outcome:
         if name == "start-1":
             return Outcome(1, 1.0, folder / "none.log")
@@ -254,6 +226,8 @@ def test_drill_of_a_script_that_fails_at_times_is_not_tried(tmp_path: Path, monk
     monkeypatch.setattr(Script, "run", fail_second)
     with pytest.raises(ConfigError, match="before anything interrupted it"):
         run(tmp_path)
+    monkeypatch.setattr(Script, "run", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    assert command("drill", PLANTED, "", tmp_path)[0] == 2
 
 
 def test_drill_calls_nothing_equal_that_is_not_there() -> None:
@@ -261,33 +235,18 @@ def test_drill_calls_nothing_equal_that_is_not_there() -> None:
         end = {"run": "run-1", "step": 1, "event": "end", "reason": "", "tensors": {}, "history": history}
         return Record({"0": [end | {"values": {"scheduler": "null"}}]}, {})
 
-    assert drills.compare(record(), record()) == ("", dict.fromkeys(
-        ["weights", "optimizer state", "random state", "history"], True
-    ))  # fmt: skip
+    parts = dict.fromkeys(["weights", "optimizer state", "random state", "history"], True)
+    assert drills.compare(record(), record()) == ("", parts)
     assert "best" in drills.compare(record(best_step=1), record(best_step=1))[1]
 
 
-def test_drill_command_prints_json_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    words = [
-        "--kills",
-        "1",
-        "--signals",
-        "kill",
-        "--seed",
-        "5",
-        "--timeout",
-        "300",
-        "-n",
-        "1",
-        "--json",
-        "--picture",
-        str(tmp_path / "drill.svg"),
-    ]
-    assert main(["drill", *words, str(PLANTED), "", str(tmp_path / "own")]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["ok"] and result["code"] == 0 and len(result["starts"]) == 2
-    assert (tmp_path / "drill.svg").read_text().count("kill") >= 1
+def test_drill_command_prints_json_and_draws(tmp_path: Path, command: Any) -> None:
+    picture = tmp_path / "drill.svg"
+    words = f"--kills 1 --signals kill --seed 5 --timeout 300 -n 1 --json --picture {picture}".split()
+    code, out, _ = command("drill", *words, PLANTED, "", tmp_path / "own")
+    result = json.loads(out)
+    assert code == 0 and result["ok"] and result["code"] == 0 and len(result["starts"]) == 2
+    assert "kill" in picture.read_text()
 
 
 def test_plan_covers_all_phases_and_signals() -> None:

@@ -16,9 +16,8 @@ from torch import nn
 from torch.utils.data import default_collate
 
 import omnitrain
-from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, Trace
+from omnitrain import ConfigError, Trace
 from omnitrain.callbacks.trace import TRACED
-from omnitrain.cli.main import main
 from omnitrain.data.sampling import EpochSampler
 from omnitrain.diagnostics.verify import describe_script
 
@@ -44,9 +43,13 @@ trainer.train()
 
 
 def make(folder: Path, **options: Any) -> Any:
-    return small_trainer(**{
-        "save_dir": folder, "model": t16(0.2), "callbacks": [Trace()], "eval_dataset": rows(8), **options
-    })  # fmt: skip
+    defaults: dict[str, Any] = {"model": t16(0.2), "callbacks": [Trace()], "eval_dataset": rows(8)}
+    return small_trainer(save_dir=folder, **defaults | options)
+
+
+def replay(run: Path, step: int, **options: Any) -> Any:
+    """Replay a step of a run with a new trainer."""
+    return omnitrain.replay(run, step, lambda: make(run, **options))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,7 @@ def content(folder: Path) -> dict[Path, str]:
 @pytest.mark.parametrize("step", [1, 4, 5, 8])
 def test_replay_makes_a_step_again_to_the_bit(step: int, run: Path) -> None:
     before = content(run)
-    result = omnitrain.replay(run, step, lambda: make(run))
+    result = replay(run, step)
     assert result.ok and sorted(result.same) == sorted(TRACED), str(result)
     assert result.checkpoint == ("checkpoint-4" if step > 4 else "") and content(run) == before
     epoch, place = divmod(step - 1, 4)
@@ -72,58 +75,50 @@ def test_replay_makes_a_step_again_to_the_bit(step: int, run: Path) -> None:
     assert json.loads(json.dumps(result.to_json()))["grad_norm"] == result.grad_norm
 
 
-@pytest.mark.parametrize("kind", [omnitrain.Trainer, AccelerateTrainer, HFTrainer])
-def test_replay_measures_each_sample(kind: Any, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"kind": kind, "model": t16(), "batch_size": 2, "gradient_accumulation_steps": 2}
-    make(tmp_path / "a", **options).train()
-    result = omnitrain.replay(tmp_path / "a", 5, lambda: make(tmp_path / "a", **options | {"model": t16()}))
+def test_replay_measures_each_sample(trainer_class: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"kind": trainer_class, "batch_size": 2, "gradient_accumulation_steps": 2}
+    make(tmp_path, model=t16(), **options).train()
+    result = replay(tmp_path, 5, model=t16(), **options)
     model, (x, y) = t16(), rows(16).tensors
-    load = omnitrain.Trainer(model, device="cpu", loss_fn=F.mse_loss)
-    load.load_checkpoint(tmp_path / "a" / "checkpoint-4")
+    omnitrain.Trainer(model, device="cpu", loss_fn=F.mse_loss).load_checkpoint(tmp_path / "checkpoint-4")
     for sample, loss, norm in zip(result.samples, result.losses, result.grad_norms, strict=True):
         expected = F.mse_loss(model(x[[sample]]), y[[sample]])
         gradients = torch.autograd.grad(expected, list(model.parameters()))
-        assert loss == pytest.approx(expected.item(), rel=1e-12)
-        assert norm == pytest.approx(nn.utils.get_total_norm(gradients).item(), rel=1e-12)
+        assert (loss, norm) == pytest.approx((expected.item(), nn.utils.get_total_norm(gradients).item()), rel=1e-12)
     assert len(result.losses) == 4 and len(result.batch) == 2 and result.ok
     assert sum(result.losses) / 4 == pytest.approx(result.loss, rel=1e-12)
 
 
-def test_replay_reports_what_disagrees(run: Path) -> None:
+def test_replay_reports_what_disagrees(run: Path, tmp_path: Path) -> None:
+    """And begins before a damaged checkpoint."""
     data = rows(16)
     data.tensors[0][:, 0] += 1e-9
-    result = omnitrain.replay(run, 3, lambda: make(run, data=data))
+    result = replay(run, 3, data=data)
     assert not result.ok and result.differs[0] == "batch" and "samples" in result.same
     assert "not as in the run: batch" in str(result)
+    damaged = shutil.copytree(run, tmp_path / "a")
+    (damaged / "checkpoint-4" / "model.safetensors").unlink()
+    result = replay(damaged, 7)
+    assert result.ok and result.checkpoint == ""
 
 
 def test_replay_compares_logs_without_trace(tmp_path: Path) -> None:
     options = {"callbacks": [], "log_steps": 3}
-    make(tmp_path / "a", **options).train()
-    result = omnitrain.replay(tmp_path / "a", 6, lambda: make(tmp_path / "a", **options))
+    make(tmp_path, **options).train()
+    result = replay(tmp_path, 6, **options)
     assert result.ok and result.same == ["grad_norm"]
-    result = omnitrain.replay(tmp_path / "a", 5, lambda: make(tmp_path / "a", **options))
+    result = replay(tmp_path, 5, **options)
     assert result.ok and not result.same and "nothing could be compared" in str(result)
 
 
-def test_replay_skips_damaged_checkpoint(run: Path, tmp_path: Path) -> None:
-    damaged = shutil.copytree(run, tmp_path / "a")
-    (damaged / "checkpoint-4" / "model.safetensors").unlink()
-    result = omnitrain.replay(damaged, 7, lambda: make(damaged))
-    assert result.ok and result.checkpoint == ""
-
-
-class BatchNormed(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        for parameter in self.parameters():
-            nn.init.constant_(parameter, 0.5)
-        self.double()
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
 
 
 def test_replay_leaves_batch_statistics_unchanged(tmp_path: Path) -> None:
-    make(tmp_path / "a", model=BatchNormed()).train()
-    result = omnitrain.replay(tmp_path / "a", 6, lambda: make(tmp_path / "a", model=BatchNormed()))
+    make(tmp_path, model=normed()).train()
+    result = replay(tmp_path, 6, model=normed())
     assert result.ok and len(result.losses) == 4 and "update" in result.same
 
 
@@ -139,17 +134,17 @@ def two_rows(samples: list[Any]) -> Any:
 
 
 def test_replay_numbers_rows_that_are_no_samples(tmp_path: Path) -> None:
-    make(tmp_path / "a", data_collator=two_rows).train()
-    result = omnitrain.replay(tmp_path / "a", 2, lambda: make(tmp_path / "a", data_collator=two_rows))
-    assert (
-        result.ok and (len(result.samples), len(result.losses)) == (4, 8) and "4 samples are 8 rows" in result.notes[0]
-    )
+    make(tmp_path, data_collator=two_rows).train()
+    result = replay(tmp_path, 2, data_collator=two_rows)
+    assert result.ok and (len(result.samples), len(result.losses)) == (4, 8)
+    assert "4 samples are 8 rows" in result.notes[0]
     assert str(result).splitlines()[3].split() == ["row", "loss", "gradient"]
 
 
 def test_replay_says_why_samples_have_no_loss(tmp_path: Path) -> None:
-    make(tmp_path / "a", loss_fn=pairs_only, eval_dataset=None).train()
-    result = omnitrain.replay(tmp_path / "a", 2, lambda: make(tmp_path / "a", loss_fn=pairs_only, eval_dataset=None))
+    options = {"loss_fn": pairs_only, "eval_dataset": None}
+    make(tmp_path, **options).train()
+    result = replay(tmp_path, 2, **options)
     assert result.ok and not result.losses and len(result.samples) == 4 and "a pair is needed" in result.notes[0]
 
 
@@ -157,13 +152,13 @@ def test_replay_rejects_steps_and_folders(run: Path, tmp_path: Path, monkeypatch
     for step, path, words in [(0, run, "step"), (9, run, "ended at step 8"), (1, tmp_path / "b", "is no folder"),
                               (1, tmp_path, "no checkpoints")]:  # fmt: skip
         with pytest.raises(ConfigError, match=words):
-            omnitrain.replay(path, step, lambda: make(run))
+            replay(path, step)
     trainer = make(tmp_path / "c")
     with pytest.raises(ConfigError, match="must return a new trainer"):
         omnitrain.replay(run, 2, lambda: trainer)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="one process"):
-        omnitrain.replay(run, 1, lambda: make(run))
+        replay(run, 1)
 
 
 @pytest.fixture
@@ -177,32 +172,30 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.processes
-def test_replay_takes_a_script(script: str, capsys: Any) -> None:
+def test_replay_takes_a_script(script: str, command: Any) -> None:
     before = content(Path())
-    assert main(["replay", "run", "--step", "5", "--json", script]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["checkpoint"] == "checkpoint-3" and len(result["losses"]) == 4 and len(result["same"]) == 7
-    assert content(Path()) == before
+    code, out, _ = command("replay", "run", "--step", "5", "--json", script)
+    result = json.loads(out)
+    assert code == 0 and len(result["losses"]) == 4 and len(result["same"]) == 7
+    assert result["checkpoint"] == "checkpoint-3" and content(Path()) == before
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_verify_takes_a_script(script: str, capsys: Any) -> None:
+def test_verify_takes_a_script(script: str, command: Any) -> None:
     before = content(Path())
-    assert main(["verify", "run", "--data", script, "--rate", "0.1"]) == 1
-    out = capsys.readouterr().out
+    code, out, _ = command("verify", "run", "--data", script, "--rate", "0.1")
     assert "changed  setting learning_rate: was 0.05, is 0.1" in out and "same     data train_dataset" in out
-    assert content(Path()) == before
+    assert code == 1 and content(Path()) == before
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_replay_takes_two_processes(script: str, capsys: Any) -> None:
-    programs_run = omnitrain.diagnostics.script.Script(script, processes=2)
-    assert programs_run.run(Path("first"), {}).code == 0
-    assert main(["replay", "run", "--step", "3", "--json", script]) == 0  # as many as the run had
-    result = json.loads(capsys.readouterr().out)
-    assert len(result["losses"]) == 8 and len(result["same"]) == 7 and not result["notes"]
+def test_replay_takes_two_processes(script: str, command: Any) -> None:
+    assert omnitrain.diagnostics.script.Script(script, processes=2).run(Path("first"), {}).code == 0
+    code, out, _ = command("replay", "run", "--step", "3", "--json", script)  # as many as the run had
+    result = json.loads(out)
+    assert code == 0 and len(result["losses"]) == 8 and len(result["same"]) == 7 and not result["notes"]
 
 
 @pytest.mark.slow

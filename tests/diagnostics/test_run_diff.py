@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipes import rows, small_trainer
+from recipes import callback, rows, small_trainer
 
 from omnitrain import Callback, ConfigError, Trace
-from omnitrain.cli.main import main
 from omnitrain.data.sampling import EpochSampler
 from omnitrain.diagnostics.run_diff import diff_runs
 
@@ -27,12 +26,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("runs") / "a")
 
 
-class Disturbs(Callback):
-    """Changes a gradient in step 6."""
-
-    def on_before_clip(self, trainer: Any) -> None:
-        if trainer.progress.step == 5:
-            trainer.model[0].weight.grad[0] += 0.1
+def disturb(trainer: Any) -> None:
+    """Change a gradient in step 6."""
+    if trainer.progress.step == 5:
+        trainer.model[0].weight.grad[0] += 0.1
 
 
 def test_diff_finds_equal_runs(run: Path, tmp_path: Path) -> None:
@@ -41,16 +38,14 @@ def test_diff_finds_equal_runs(run: Path, tmp_path: Path) -> None:
     assert json.loads(json.dumps(result.to_json()))["source"] == "trace.jsonl"
 
 
-def test_diff_names_what_parted_first(run: Path, tmp_path: Path, capsys: Any) -> None:
-    other = train(tmp_path / "b", Disturbs(), seed=42)
-    assert main(["diff", str(run), str(other)]) == 1
-    out = capsys.readouterr().out
-    assert "equal to step 5" in out
+def test_diff_names_what_parted_first(run: Path, tmp_path: Path, command: Any) -> None:
+    other = train(tmp_path / "b", callback(on_before_clip=disturb), seed=42)
+    code, out, _ = command("diff", run, other)
     line = "step 6: same samples, same batch, same weights, same random state, same loss, other gradients (and update)"
-    assert line in out
+    assert code == 1 and "equal to step 5" in out and line in out
     picture = tmp_path / "diff.png"
-    assert main(["diff", str(run), str(other), "--json", "--picture", str(picture)]) == 1 and picture.stat().st_size
-    assert json.loads(capsys.readouterr().out)["differs"] == ["gradients", "update"]
+    code, out, _ = command("diff", run, other, "--json", "--picture", picture)
+    assert code == 1 and picture.stat().st_size and json.loads(out)["differs"] == ["gradients", "update"]
 
 
 def test_diff_names_changed_data_and_settings(run: Path, tmp_path: Path) -> None:
@@ -63,11 +58,10 @@ def test_diff_names_changed_data_and_settings(run: Path, tmp_path: Path) -> None
 
 
 def test_diff_takes_rows_of_logs_without_trace(run: Path, tmp_path: Path) -> None:
-    same, other = train(tmp_path / "b", has_trace=False), train(tmp_path / "c", Disturbs(), has_trace=False)
-    result = diff_runs(run, same)
+    result = diff_runs(run, train(tmp_path / "b", has_trace=False))
     assert result.ok and result.equal_to == 8 and result.source == "metrics.jsonl"
     assert "Pass callbacks=[Trace()]" in str(result)
-    result = diff_runs(run, other)
+    result = diff_runs(run, train(tmp_path / "c", callback(on_before_clip=disturb), has_trace=False))
     assert (result.step, result.differs[0]) in [(6, "grad_norm"), (7, "loss")]
 
 
@@ -94,8 +88,8 @@ def test_diff_ignores_random_state_of_other_processes(run: Path, tmp_path: Path)
     assert result.ok and "1 and 2 processes" in str(result) and result.record == {"processes": (1, 2)}
 
 
-def test_diff_cannot_be_tried_elsewhere(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_diff_cannot_be_tried_elsewhere(run: Path, tmp_path: Path, command: Any) -> None:
     (tmp_path / "empty").mkdir()
     for place in ("nowhere", "empty"):
-        assert main(["diff", str(run), str(tmp_path / place)]) == 2
-        assert "save_dir" in capsys.readouterr().err
+        code, _, error = command("diff", run, tmp_path / place)
+        assert code == 2 and "save_dir" in error

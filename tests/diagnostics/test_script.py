@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from programs import LIMIT, fork
-from recipes import rows
+from recipes import fit, rows, same, small_trainer, weights
 from torch import nn
+from transformers import TrainingArguments
 
 import omnitrain
 from omnitrain import Callback, ConfigError, JsonlLogger, Trainer
@@ -38,11 +39,11 @@ class Noted(Callback):
 
 @pytest.fixture
 def override(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Set the overrides of this process."""
-    monkeypatch.setattr(overrides, "_folders", {})
-    monkeypatch.setattr(overrides, "_count", 0)
+    """Set the overrides of this process, and count its runs from 1."""
 
     def set_variable(**values: Any) -> Path:
+        monkeypatch.setattr(overrides, "_folders", {})
+        monkeypatch.setattr(overrides, "_count", 0)
         values = {"save_dir": str(tmp_path / "drill"), "resume": True} | values
         monkeypatch.setenv(overrides.VARIABLE, json.dumps(values))
         return Path(values["save_dir"])
@@ -52,8 +53,19 @@ def override(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def build(**options: Any) -> Trainer:
     torch.manual_seed(0)
-    defaults: dict[str, Any] = {"epochs": 1, "batch_size": 4, "loss_fn": nn.functional.mse_loss, "device": "cpu"}
-    return Trainer(nn.Linear(4, 1, dtype=torch.float64), rows(16), progress_bar=False, **defaults | options)
+    model = nn.Linear(4, 1, dtype=torch.float64)
+    return small_trainer(model=model, data=rows(16), **{"epochs": 1, "learning_rate": 1e-3, **options})
+
+
+def arguments(folder: Path, **options: Any) -> Any:
+    """Return arguments of transformers for a run on the CPU."""
+    return TrainingArguments(str(folder / "own"), use_cpu=True, report_to=[], disable_tqdm=True, **options)
+
+
+def build_hf(args: Any, dtype: torch.dtype = torch.float64) -> Any:
+    """Build what the overrides make of a trainer of transformers."""
+    torch.manual_seed(0)
+    return omnitrain.HFTrainer(nn.Linear(4, 1, dtype=dtype), args, rows(16, dtype), loss_fn=nn.functional.mse_loss)
 
 
 def test_overrides_redirect_each_run(override: Any, tmp_path: Path) -> None:
@@ -82,95 +94,65 @@ def test_overrides_redirect_row_files(override: Any, tmp_path: Path, place: str)
 
 def test_overrides_resume_and_change_arguments(override: Any) -> None:
     Noted.steps.clear()
-    override(
-        arguments={"max_steps": 3, "save_steps": 2},
-        callbacks=[{"class_path": f"{Noted.__module__}.Noted", "init_args": {"start": 100}}],
-    )
-    build(epochs=None).train()
-    assert Noted.steps == [101, 102, 103]
-    overrides._folders.clear()
-    overrides._count = 0
-    build(epochs=None).train()
-    assert Noted.steps[3:] == []
+    callbacks = [{"class_path": f"{Noted.__module__}.Noted", "init_args": {"start": 100}}]
+    for _ in range(2):  # the second time, nothing is left to do
+        override(arguments={"max_steps": 3, "save_steps": 2}, callbacks=callbacks)
+        build(epochs=None).train()
+        assert Noted.steps == [101, 102, 103]
 
 
 def test_overrides_separate_calls_of_train(override: Any) -> None:
     """Restarted, a program with two calls of `train()` ends with the same weights."""
-    root = override()
-
-    def run() -> torch.Tensor:
-        overrides._folders.clear()
-        overrides._count = 0
+    ends = []
+    for _ in range(2):
+        root = override()
         trainer = build(learning_rate=0.1)
         trainer.train()
         trainer.train()
         trainer.train(more=1)
         assert trainer.progress.step == 8
-        return torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
-
-    weights = run()
-    assert sorted(path.name for path in root.iterdir()) == ["run-1", "run-1.2", "run-1.3"]
-    assert torch.equal(run(), weights)
+        ends.append(weights(trainer.model))
+        assert sorted(path.name for path in root.iterdir()) == ["run-1", "run-1.2", "run-1.3"]
+    assert same(*ends)
 
 
 def test_overrides_keep_a_checkpoint_by_path(override: Any, tmp_path: Path) -> None:
-    override(resume=True)
-    first = build(save_dir=tmp_path / "own", save_steps=1)
-    first.train()
-    other = build(save_dir=tmp_path / "own", save_steps=1)
-    other.train(resume_from=tmp_path / "own" / "checkpoint-2")
-    assert other.lifecycle.resumed_from is not None and other.lifecycle.resumed_from.name == "checkpoint-2"
+    override()
+    fit(build(save_dir=tmp_path / "own", save_steps=1))
+    other = fit(build(save_dir=tmp_path / "own", save_steps=1), resume_from=tmp_path / "own" / "checkpoint-2")
+    assert other.lifecycle.resumed_from.name == "checkpoint-2"
 
 
-def test_overrides_replace_the_class(override: Any) -> None:
-    pytest.importorskip("accelerate")
+def test_overrides_replace_the_class(override: Any, tmp_path: Path) -> None:
+    """A script of `HFTrainer` with transformers' arguments has the same bits when another trainer runs it."""
     override(trainer="AccelerateTrainer")
     assert type(build()) is omnitrain.AccelerateTrainer
-    override(trainer="Trainer")
-    accelerated = omnitrain.AccelerateTrainer(nn.Linear(4, 1), rows(16), loss_fn=nn.functional.mse_loss)
-    assert type(accelerated) is Trainer
-
-
-def test_overrides_translate_training_args(override: Any, tmp_path: Path) -> None:
-    """A script of `HFTrainer` with transformers' arguments has the same bits when another trainer runs it."""
-    transformers = pytest.importorskip("transformers")
-    args = transformers.TrainingArguments(
-        str(tmp_path / "own"), learning_rate=0.1, lr_scheduler_type="cosine", warmup_steps=0.5, adam_beta1=0.8,
-        weight_decay=0.1, per_device_train_batch_size=4, max_steps=6, use_cpu=True, report_to=[], disable_tqdm=True,
+    args = arguments(
+        tmp_path, learning_rate=0.1, lr_scheduler_type="cosine", warmup_steps=0.5, adam_beta1=0.8, weight_decay=0.1,
+        per_device_train_batch_size=4, max_steps=6,
     )  # fmt: skip
-    weights = []
+    ends = []
     for name in ("HFTrainer", "Trainer", "AccelerateTrainer"):
-        override(trainer=name)
-        torch.manual_seed(0)
-        model = nn.Linear(4, 1)
-        trainer = omnitrain.HFTrainer(model, args, rows(16, torch.float32), loss_fn=nn.functional.mse_loss)
+        override(trainer=name, save_dir=str(tmp_path / name))
+        trainer = build_hf(args, torch.float32)
         trainer.train(resume_from_checkpoint=None)
         assert type(trainer).__name__ == name and trainer.progress.step == 6
-        weights.append(torch.nn.utils.parameters_to_vector(model.parameters()))
-    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+        ends.append(weights(trainer.model))
+    assert same(ends[0], ends[1]) and same(ends[0], ends[2])
 
 
 def test_overrides_change_training_args(override: Any, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     override(arguments={"global_batch_size": 8, "batch_size": 2, "gradient_accumulation_steps": 1})
-    args = transformers.TrainingArguments(
-        str(tmp_path / "own"), per_device_train_batch_size=4, gradient_accumulation_steps=2, use_cpu=True
-    )
-    trainer = omnitrain.HFTrainer(nn.Linear(4, 1), args, rows(16), loss_fn=nn.functional.mse_loss)
+    trainer = build_hf(arguments(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2))
     assert (trainer.batch_size, trainer.gradient_accumulation_steps) == (2, 4)
 
 
 def test_overrides_redirect_training_args(override: Any, tmp_path: Path) -> None:
     """In place, as scripts read them afterwards; no tracker and no hub."""
-    transformers = pytest.importorskip("transformers")
-    root = override()
-    args = transformers.TrainingArguments(
-        str(tmp_path / "own"), save_strategy="no", num_train_epochs=1, use_cpu=True, report_to=[], disable_tqdm=True
-    )
-    trainer = omnitrain.HFTrainer(nn.Linear(4, 1, dtype=torch.float64), args, rows(16), loss_fn=nn.functional.mse_loss)
-    trainer.train()
-    assert args.output_dir == str(root / "run-1") and trainer.save_dir == root / "run-1"
-    assert list((root / "run-1").glob("checkpoint-*")) and not (tmp_path / "own").exists()
+    folder, args = override() / "run-1", arguments(tmp_path, save_strategy="no", num_train_epochs=1)
+    trainer = fit(build_hf(args))
+    assert args.output_dir == str(folder) and trainer.save_dir == folder
+    assert list(folder.glob("checkpoint-*")) and not (tmp_path / "own").exists()
 
 
 def run_script(folder: Path, code: str, **options: Any) -> Any:
@@ -188,44 +170,40 @@ def test_script_output_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sum(path.stat().st_size for path in (tmp_path / "out").iterdir()) < 1 << 18
 
 
+def is_gone(pid: str) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 def test_script_ends_with_all_its_processes(tmp_path: Path) -> None:
-    """Killed, with a child in a session of its own that holds the pipe open."""
-    child = tmp_path / "child"
-    outcome = run_script(
-        tmp_path,
-        f"""
+    """Killed, with a child in a session of its own that holds the pipe open; or with the process that runs it."""
+    file = tmp_path / "pid"
+    code = f"""
         import os, pathlib, time
         if not os.fork():
             os.setsid()
-            pathlib.Path({str(child)!r}).write_text(f"{{os.getpid()}} ")
+            pathlib.Path({str(file)!r}).write_text(f"{{os.getpid()}} ")
         time.sleep(600)
-        """,
-        is_stuck=lambda: child.exists() and child.read_text().endswith(" "),
-    )
-    assert outcome.code == 137 and not outcome.timed_out
-    stat = Path(f"/proc/{child.read_text().strip()}/stat")
-    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+    """
 
-
-@pytest.mark.processes
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
-def test_script_ends_with_the_process_that_runs_it(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-    code = f"import os, pathlib, time\npathlib.Path({str(pid)!r}).write_text(f'{{os.getpid()}} ')\ntime.sleep(600)"
+    def is_running() -> bool:
+        return file.exists() and file.read_text().endswith(" ")
 
     def run() -> int:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         return run_script(tmp_path, code).code
 
+    outcome = run_script(tmp_path, code, is_stuck=is_running)
+    assert outcome.code == 137 and not outcome.timed_out and is_gone(file.read_text().strip())
+    file.unlink()
     parent, end = fork(run), time.monotonic() + LIMIT
-    while not (pid.exists() and pid.read_text().endswith(" ")) and time.monotonic() < end:
+    while not is_running() and time.monotonic() < end:
         time.sleep(0.01)
     os.kill(parent, signal.SIGTERM)
     os.waitpid(parent, 0)
-    stat = Path(f"/proc/{pid.read_text().strip()}/stat")
-    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+    assert is_gone(file.read_text().strip())
 
 
 @pytest.mark.slow
@@ -239,16 +217,13 @@ def test_script_on_two_processes_is_drilled(tmp_path: Path) -> None:
     assert all(start.resumed_at is not None for start in result.starts[:-1])
 
 
-def test_script_rejects_what_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="There is no script"):
-        Script(str(tmp_path)).check()
-
-
 def test_script_failure_is_one_line_if_it_is_ours(tmp_path: Path) -> None:
     """An error of omnitrain says all; one of the script's own needs its traceback."""
+    with pytest.raises(ConfigError, match="There is no script"):
+        Script(str(tmp_path)).check()
     path = tmp_path / "output.log"
     trace = 'Traceback (most recent call last):\n  File "train.py", line 3\n'
-    path.write_text(f"{trace}omnitrain.core.errors.ConfigError: `epochs` must be positive.\n")
-    assert Outcome(1, 1.0, path).reason() == "\nomnitrain.core.errors.ConfigError: `epochs` must be positive."
-    path.write_text(f"{trace}KeyError: 'x'\n")
-    assert Outcome(1, 1.0, path).reason() == f"\n{trace}KeyError: 'x'"
+    ours = "omnitrain.core.errors.ConfigError: `epochs` must be positive."
+    for text, reason in ((f"{trace}{ours}\n", f"\n{ours}"), (f"{trace}KeyError: 'x'\n", f"\n{trace}KeyError: 'x'")):
+        path.write_text(text)
+        assert Outcome(1, 1.0, path).reason() == reason

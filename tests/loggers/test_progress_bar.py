@@ -1,5 +1,7 @@
 """The progress bar: plain lines, and a bar on a terminal."""
 
+import contextlib
+import dataclasses
 import io
 import os
 import pty
@@ -7,16 +9,14 @@ import re
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
-import torch
+from recipes import rows, small_trainer
 
-from omnitrain import EarlyStopping, MetricsDict
-from omnitrain.core.duration import Limits
+from omnitrain import EarlyStopping
 from omnitrain.core.events import Histogram
-from omnitrain.core.objective import Objective
 from omnitrain.core.progress import Progress
-from omnitrain.distributed.ranks import Ranks
 from omnitrain.loggers import progress_bar
 from omnitrain.loggers.progress_bar import ProgressBar
 
@@ -24,27 +24,13 @@ ESCAPES = r"\x1b\[[0-9;?]*[a-zA-Z]"
 
 
 def make_trainer(total: int = 60, step: int = 0, **changes: Any) -> Any:
-    config = {
-        "model": "torch.nn.Linear", "autocast": "fp32", "batch_size": 3, "global_batch_size": 3,
-        "gradient_accumulation_steps": 1, "samples_per_epoch": 30, "lr_scheduler": None, "optimizer": "torch.optim.SGD",
-    }  # fmt: skip
-    model = torch.nn.Linear(1, 1)
-    trainer = SimpleNamespace(
-        progress=Progress(epoch_size=30, step=step), is_main_process=True, total_steps=total,
-        limits=Limits(max_steps=total), settings=SimpleNamespace(
-            callbacks=(), patience=None, early_stopper=None, save_only_model=False, save_steps=None,
-            lr_scheduler=None,
-        ),
-        lifecycle=SimpleNamespace(
-            improved=False, saved_path=None, resumed_from=None, trained_before=0, signal=0, is_closing=False,
-            unsubscribe=lambda *_: None,
-        ),
-        objective=Objective("loss"), metrics=MetricsDict(), stop_reason="epochs", save_dir=None, batch_size=3,
-        resolved_config=lambda: config, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        lr_scheduler=None, device=torch.device("cpu"), world_size=1, ranks=Ranks(),
-    )  # fmt: skip
-    vars(trainer).update(changes)
-    return trainer
+    """Return what the bar reads of a trainer whose epochs have 10 steps of 3 samples."""
+    trainer = small_trainer(data=rows(30), batch_size=3, max_steps=total, epochs=None)
+    trainer.lifecycle.progress = Progress(epoch_size=30, step=step)
+    names = "progress lifecycle limits settings objective metrics save_dir batch_size resolved_config model optimizer "
+    names += "lr_scheduler device world_size ranks is_main_process"
+    parts = {name: getattr(trainer, name) for name in names.split()}
+    return SimpleNamespace(**{**parts, "total_steps": total, "stop_reason": "epochs", **changes})
 
 
 def start(trainer: Any, stream: Any = None, enabled: bool | None = None, **options: Any) -> ProgressBar:
@@ -55,30 +41,26 @@ def start(trainer: Any, stream: Any = None, enabled: bool | None = None, **optio
 
 
 def run_steps(bar: ProgressBar, trainer: Any, steps: int, log_steps: int = 10, eval_steps: int | None = None) -> None:
+    progress = trainer.progress
     for _ in range(steps):
         bar.on_step_start(trainer)
-        trainer.progress.advance(samples=3)
+        progress.advance(samples=3)
         bar.on_step_end(trainer)
-        step = trainer.progress.step
-        if step % log_steps == 0:
-            bar.on_log(trainer, make_logs(trainer))
-        if eval_steps and step % eval_steps == 0:
-            bar.on_eval_end(trainer, {"eval_loss": 0.4, "eval_accuracy": step / 1000})
-        if trainer.progress.is_epoch_consumed:
-            trainer.progress.close_epoch(complete=True)
+        if progress.step % log_steps == 0:
+            bar.on_log(trainer, {
+                "step": progress.step, "epoch": progress.epochs, "loss": 0.31214, "learning_rate": 1.25e-4,
+                "grad_norm": 0.7123, "samples_per_second": 1234.4, "skipped_steps": 0,
+            })  # fmt: skip
+        if eval_steps and progress.step % eval_steps == 0:
+            bar.on_eval_end(trainer, {"eval_loss": 0.4, "eval_accuracy": progress.step / 1000})
+        if progress.is_epoch_consumed:
+            progress.close_epoch(complete=True)
 
 
-def make_logs(trainer: Any) -> dict[str, float]:
-    return {
-        "step": trainer.progress.step, "epoch": trainer.progress.epochs, "loss": 0.31214, "learning_rate": 1.25e-4,
-        "grad_norm": 0.7123, "samples_per_second": 1234.4, "skipped_steps": 0,
-    }  # fmt: skip
-
-
-def run(stream: Any, steps: int = 0, trainer: Any = None, logs: Any = (), **options: Any) -> None:
+def run(stream: Any, steps: int = 0, trainer: Any = None, logs: Any = (), enabled: Any = None, **options: Any) -> None:
     """Run from start to end: `steps` with logs of their own, then the rows `logs`."""
     trainer = trainer or make_trainer()
-    bar = start(trainer, stream, options.pop("enabled", None))
+    bar = start(trainer, stream, enabled)
     run_steps(bar, trainer, steps, **options)
     for row in logs:
         bar.on_log(trainer, row)
@@ -95,17 +77,16 @@ class Terminal:
     def __init__(self) -> None:
         self.master, slave = pty.openpty()
         self.stream = os.fdopen(slave, "w", encoding="utf-8")
+        os.set_blocking(self.master, False)
 
     def text(self) -> str:
         """Return what was written since the last call."""
         self.stream.flush()
-        os.set_blocking(self.master, False)
         chunks = []
-        while True:
-            try:
+        with contextlib.suppress(OSError):
+            while True:
                 chunks.append(os.read(self.master, 65536))
-            except OSError:
-                return b"".join(chunks).decode()
+        return b"".join(chunks).decode()
 
 
 @pytest.fixture
@@ -169,16 +150,11 @@ def test_plain_lines_are_written_when_a_step_ends():
     assert stream.getvalue().count("step 10/60") == 1
 
 
-@pytest.mark.parametrize(
-    ("logs", "shown"),
-    [
-        ({"skipped_steps": 2, "loss_scale": 1024.0, "tokens_per_second": 7.25},
-         "skipped_steps 2  loss_scale 1024  7.25 tokens/s"),
-        ({"loss": float("nan"), "samples_per_second": float("inf")}, "loss nan  inf samples/s"),
-        ({"step": 0}, "step 0/60  elapsed 0:00:00  left -:--:--"),
-    ],
-    ids=["skipped steps", "not finite", "no time left yet"],
-)  # fmt: skip
+@pytest.mark.parametrize(("logs", "shown"), [
+    ({"skipped_steps": 2, "loss_scale": 1024.0, "tokens_per_second": 7.25}, "s 2  loss_scale 1024  7.25 tokens/s"),
+    ({"loss": float("nan"), "samples_per_second": float("inf")}, "loss nan  inf samples/s"),
+    ({"step": 0}, "step 0/60  elapsed 0:00:00  left -:--:--"),
+], ids=["skipped steps", "not finite", "no time left yet"])  # fmt: skip
 def test_plain_lines_show_values(logs, shown):
     stream = io.StringIO()
     run(stream, logs=[{"step": 1, **logs}])
@@ -187,14 +163,12 @@ def test_plain_lines_show_values(logs, shown):
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"patience": 3}, {"early_stopper": print}, {"callbacks": [EarlyStopping(patience=2)]}],
-    ids=["none", "patience", "early_stopper", "callback"],
+    "settings", [{}, {"patience": 3}, {"early_stopper": print}, {"callbacks": [EarlyStopping(patience=2)]}], ids=str
 )
 def test_time_left_is_by_the_pace_since_the_resume(clock, settings):
     """It is a bound with early stopping."""
     stream, trainer = io.StringIO(), make_trainer(total=100, step=50)
-    vars(trainer.settings).update(settings)
+    trainer.settings = dataclasses.replace(trainer.settings, **settings)
     bar = start(trainer, stream, every=10)
     clock.now += 20 * 60.0
     run_steps(bar, trainer, 10)
@@ -204,10 +178,15 @@ def test_time_left_is_by_the_pace_since_the_resume(clock, settings):
     assert rows_in(stream.getvalue())[-1].endswith("left 0:00:00")
 
 
-def test_test_metrics_outside_a_run_are_a_line():
-    stream = io.StringIO()
-    ProgressBar(stream=stream).on_log(make_trainer(), {"test_loss": 0.25, "test_accuracy": 0.875})
+def test_reported_texts_are_shortened_and_histograms_omitted():
+    """And metrics outside of a run are a line."""
+    stream, trainer = io.StringIO(), make_trainer()
+    ProgressBar(stream=stream).on_log(trainer, {"test_loss": 0.25, "test_accuracy": 0.875})
     assert stream.getvalue() == "test_loss 0.25  test_accuracy 0.875\n"
+    histogram = Histogram((0.0, 1.0), (1,), 0.0, 1.0, 0.5, 0.25)
+    start(trainer, stream).on_report(trainer, {"preview/0": "Once\nupon " + "a time " * 100, "weights": histogram})
+    _, line = rows_in(stream.getvalue())
+    assert line.startswith("preview/0: Once upon a time a time") and line.endswith("...") and len(line) == 311
 
 
 @pytest.mark.parametrize("enabled", [None, True, False])
@@ -216,14 +195,6 @@ def test_other_ranks_and_disabled_bars_print_nothing(enabled, capsys):
     trainer = make_trainer(is_main_process=enabled is False)
     run(stream, 20, trainer, [{"test_loss": 1.0}], eval_steps=10, enabled=enabled)
     assert not (stream and stream.getvalue()) and capsys.readouterr() == ("", "")
-
-
-def test_reported_texts_are_shortened_and_histograms_omitted():
-    stream, trainer = io.StringIO(), make_trainer()
-    histogram = Histogram((0.0, 1.0), (1,), 0.0, 1.0, 0.5, 0.25)
-    start(trainer, stream).on_report(trainer, {"preview/0": "Once\nupon " + "a time " * 100, "weights": histogram})
-    (line,) = rows_in(stream.getvalue())
-    assert line.startswith("preview/0: Once upon a time a time") and line.endswith("...") and len(line) == 311
 
 
 @pytest.mark.parametrize("enabled", [None, True], ids=["lines", "bar"])
@@ -276,42 +247,31 @@ def test_bar_is_drawn_at_most_ten_times_a_second(clock):
     stream, trainer = io.StringIO(), make_trainer(total=10_000)
     bar = start(trainer, stream, True)
 
-    def draws() -> int:
-        text = stream.getvalue()
-        stream.seek(0)
-        stream.truncate()
-        return text.count("/10000")
+    def draws(steps: int, log_steps: int, seconds: float) -> int:
+        stream.truncate(stream.seek(0))
+        for _ in range(steps):
+            clock.now += seconds
+            run_steps(bar, trainer, 1, log_steps)
+        return stream.getvalue().count("/10000")
 
-    draws()
-    for _ in range(1000):  # ten seconds of steps of 10 ms
-        clock.now += 0.01
-        run_steps(bar, trainer, 1, log_steps=10_000)
-    assert 90 <= draws() <= 100
-    run_steps(bar, trainer, 1000, log_steps=1)  # the clock stands still
-    assert draws() <= 1
-    clock.now += 60.0
-    run_steps(bar, trainer, 1, log_steps=1)
-    assert "loss 0.3121" in stream.getvalue()  # of a slow step at once
+    assert 90 <= draws(1000, 10_000, 0.01) <= 100  # ten seconds of steps of 10 ms
+    assert draws(1000, 1, 0.0) <= 1
+    assert draws(1, 1, 60.0) and "loss 0.3121" in stream.getvalue()  # of a slow step at once
 
 
 @pytest.mark.parametrize("hangs_up", [False, True], ids=["exception", "hangup"])
 def test_bar_restores_the_terminal_after_an_error(hangs_up, terminal, clock, monkeypatch):
     trainer = make_trainer()
-
-    def hang_up(text):
-        raise OSError("hung up")
-
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", terminal.stream)
         bar = start(trainer)
         assert sys.stdout is not terminal.stream  # rich has replaced it
         if hangs_up:
-            terminal.stream.write = hang_up
+            patch.setattr(terminal.stream, "write", mock.Mock(side_effect=OSError("hung up")))
             clock.now += 1
         run_steps(bar, trainer, 5, log_steps=5)
         if hangs_up:
             assert sys.stdout is terminal.stream
-            del terminal.stream.write
             return
         bar.on_exception(trainer, RuntimeError())
         assert sys.stdout is terminal.stream
