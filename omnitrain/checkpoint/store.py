@@ -398,7 +398,12 @@ class Store:
         candidates = [path, self.root / path]
         if _NAME.fullmatch(path.name):
             candidates += [path.with_name(f"{path.name}.old"), (self.root / path).with_name(f"{path.name}.old")]
-        folder = next(filter(Path.is_dir, candidates), path)
+        folder = next(filter(Path.is_dir, candidates), None)
+        if folder is None:
+            raise CheckpointError(
+                f"Can't find a valid checkpoint at {str(path)!r}, which does not exist. Pass an existing one, "
+                "'last' or 'best'."
+            )
         infos = Store(folder).checkpoint_infos() if not (folder / MANIFEST).exists() else []
         if infos:
             newest = str(Store(folder).path(infos[-1].step))

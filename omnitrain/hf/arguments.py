@@ -241,8 +241,8 @@ def merge_training_args(args: transformers.TrainingArguments, kwargs: dict[str, 
     steps, num_steps = args.gradient_accumulation_steps, accumulation_options(args).get("num_steps")
     if steps != 1 and num_steps not in (None, steps):
         raise ConfigError(
-            f"`training_args.gradient_accumulation_steps={steps}` and num_steps={num_steps} of their "
-            "`accelerator_config` contradict each other. Leave one of them out."
+            "The `AcceleratorConfig`'s `num_steps` is set but contradicts `training_args`: "
+            f"num_steps={num_steps} and gradient_accumulation_steps={steps}. Leave one of them out."
         )
     args.gradient_accumulation_steps = num_steps or steps  # as in transformers: callbacks and scripts read it
     conflicts = [name for name in ("save_steps", "save_dir") if kwargs.get(name) is not None]

@@ -395,11 +395,19 @@ class Engine(SearchTrainer):
         if self.epoch_has_ended and loop.is_rewinding:
             self._rewind()
             return
+        if self.ends_in_epoch and loop.checkpointer.store is not None:
+            self.control.should_save = False  # `close` saves, after the last evaluation
         loop.handle_requests()
         if loop.is_rewinding:
             self.control.should_epoch_stop, self.stop_requested = True, False
         elif self.epoch_has_ended and self.trainer.lifecycle.stop:
             loop.close()  # before transformers' own end-of-training code
+
+    @property
+    def ends_in_epoch(self) -> bool:
+        """Whether the run ends within an epoch."""
+        lifecycle = self.trainer.lifecycle
+        return self.epoch_has_ended and bool(lifecycle.stop) and not lifecycle.is_epoch_complete
 
     def _rewind(self) -> None:
         """Restore the run from before a spike, with transformers' counts and history."""
@@ -606,6 +614,8 @@ class Bridge(transformers.TrainerCallback):
             return
         loop.finish_run_by_steps()
         self._export_requests(control)
+        if engine.ends_in_epoch:
+            control.should_save |= enum_value(engine.callback_args.save_strategy) == "epoch"
 
     def _export_requests(self, control: Any) -> None:
         """Copy the requests of our callbacks to transformers' flags, which its callbacks can read and change."""

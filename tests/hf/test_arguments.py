@@ -244,7 +244,7 @@ def accumulation(**options: Any) -> dict[str, Any]:
         ({"deepspeed": ZERO, "accelerator_config": accumulation(sync_each_batch=True)}, {},
          ["sync_each_batch=True", "DeepSpeed"]),
         ({"accelerator_config": accumulation(num_steps=2), "gradient_accumulation_steps": 4}, {},
-         ["gradient_accumulation_steps=4", "num_steps=2"]),
+         ["`num_steps` is set but", "gradient_accumulation_steps=4", "num_steps=2"]),
         ({"dataloader_in_order": False}, {}, ["one order here"]),
         ({"dataloader_multiprocessing_context": "spawn", "dataloader_num_workers": 1}, {}, ["set_start_method"]),
         ({"optim": "lomo", "optim_target_modules": ["0"]}, {}, ["optim='lomo'", IN_BACKWARD]),

@@ -299,6 +299,21 @@ def test_stop_flag_at_a_log_ends_the_run_with_a_checkpoint(arguments: Any) -> No
     assert ("on_save", 2, 0.5) in events
 
 
+@pytest.mark.parametrize("options", [{"eval_strategy": "epoch"}, {}])
+def test_flag_to_save_is_shown_at_an_end_within_an_epoch(arguments: Any, options: Any) -> None:
+    """With `save_strategy="epoch"`, as in a stock Trainer; the checkpoint comes once, after the last evaluation."""
+    flags, saves = list[bool](), list[int]()
+    watcher = callback(
+        TrainerCallback,
+        on_epoch_end=lambda args, state, control, **details: flags.append(control.should_save),
+        on_save=lambda args, state, control, **details: saves.append(len(state.log_history)),
+    )
+    for kind in KINDS:
+        run(kind, arguments(kind.__module__, max_steps=6, save_strategy="epoch", **options), watcher)
+    assert flags == [True] * 4
+    assert saves[2:] == saves[:2]
+
+
 def test_flags_at_a_log_show_what_is_pending(arguments: Any) -> None:
     flags: list[Any] = []
 
