@@ -59,6 +59,12 @@ CONFIG_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"compute_metrics": "acuracy", **EVAL}, "acuracy.*accuracy"),
     ({"train_loader": loader()}, "train_dataset.*train_loader"),
     ({"model": "bert"}, "model.*str"),
+    ({"model": torch.nn.LazyLinear(4)}, "lazy parameters, 'weight'"),
+    ({"eval_dataset": {1: rows(4)}}, "names its sets by text.*got 1"),
+    ({"train_dataset": Streamed(rows(8)), "drop_last": True}, "`drop_last=True` needs data with a length"),
+    ({"train_dataset": None, "train_loader": loader(), "drop_last": True}, "has no effect on a `train_loader`"),
+    ({"save_dir": ""}, "save_dir.*must be a path"),
+    ({"save_dir": 3}, "save_dir.*must be a path"),
     ({"model": torch.nn.ReLU()}, "nothing to train"),
     ({"train_dataset": ShardedStream([Streamed(1)] * 2), "global_batch_size": 30}, "30.*8 x 1 with a ShardedStream"),
     ({"global_batch_size": {0: 8, "1ep": 12}}, "8 x 1.*12"),
@@ -121,6 +127,7 @@ OTHER_ERRORS: list[tuple[dict[str, Any], str, type[Exception]]] = [
     ({"optimization_metric": "foo", **EVAL}, "foo.*optimization_direction", ObjectiveError),
     ({"optimization_metric": "acc", "compute_metrics": "accuracy", **EVAL}, "acc.*accuracy", ObjectiveError),
     ({"train_dataset": []}, "train_dataset.*empty", DataError),
+    ({"train_dataset": rows(7), "drop_last": True}, "7 samples, fewer than the 8 of a step", DataError),
     ({"train_dataset": (x for x in [])}, "train_dataset.*generator", DataError),
 ]  # fmt: skip
 
@@ -188,6 +195,8 @@ ERRORS_OF_ALL: list[tuple[dict[str, Any], str]] = [
     ({"algorithms": [type("Mine", (Algorithm,), {})]}, r"`algorithms` takes instances, got the class Mine"),
     ({"unit": Holding(t16()), "loss_fn": None}, "No parameter of the optimizer got a gradient.*unit"),
     ({"fp16_loss_scale": (8.0, 1.0)}, r"fp16_loss_scale=.*autocast='fp16'"),
+    ({"save_dir": "nosuch://bucket/run"}, "save_dir.*knows no file system"),
+    ({"save_dir": __file__}, "save_dir.*is a file"),
 ]  # fmt: skip
 
 

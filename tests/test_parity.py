@@ -1,10 +1,10 @@
 """The crown: one table of promises over all trainers. A feature is in when its row is."""
 
 import contextlib
+import copy
 import functools
 import json
 import math
-import random
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -32,10 +32,12 @@ from recipes import (
     StopAt,
     Tagger,
     Trace,
+    callback,
     distance,
     draw,
     rows,
     same,
+    states,
     t16,
     weights,
 )
@@ -61,7 +63,6 @@ from omnitrain import (
     GradientClipping,
     GradualUnfreezing,
     GroupByLength,
-    HookCallback,
     LabelSmoothing,
     LayerFreezing,
     MagnitudePruning,
@@ -130,12 +131,16 @@ def table(
     return pytest.mark.parametrize(f"trainer_class,{names}", parameters)
 
 
+PLAIN = (nn.Linear, nn.Sequential, Overflowing, Starving)
+"""Models that return outputs, and no loss."""
+
+
 def run(trainer_class: Any, model: nn.Module, data: Any = None, *callbacks: Callback, **options: Any) -> Any:
     """Train a model (the loss of a plain one is the squared error); with `train=False`, return the trainer only."""
     place = {"device": "cpu"} if trainer_class is Trainer else {}  # accelerate reads its environment
-    options = {"progress_bar": False, "log_steps": 1, "learning_rate": 0.05, **place, **options}
-    if isinstance(model, nn.Sequential):
-        options.setdefault("loss_fn", F.mse_loss)
+    loss = {"loss_fn": F.mse_loss} if isinstance(model, PLAIN) and "unit" not in options else {}
+    rate = {} if "optimizer" in options else {"learning_rate": 0.05}
+    options = {"progress_bar": False, "log_steps": 1, **rate, **loss, **place, **options}
     train, resume_from = options.pop("train", True), options.pop("resume_from", None)
     if data is not None:
         options["train_dataset"] = data
@@ -195,10 +200,6 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05)
 
 
-BY_SGD: dict[str, Any] = {"optimizer": sgd, "learning_rate": 2e-5}
-"""Plain SGD at its own rate, beside the default of the argument."""
-
-
 def cosine(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
 
@@ -234,22 +235,20 @@ def test_events_come_in_the_documented_order(trainer_class: Any, tmp_path: Path)
 
 @table("case", ["second pass", "closure", "out of memory", "nothing to predict", "skipped"], ["second pass", "skipped"])
 def test_events_repeat_with_their_micro_batches(trainer_class: Any, case: str) -> None:
-    everything = Everything()
-    model, data, options = t16(), rows(4), dict[str, Any](batch_size=2, gradient_accumulation_steps=2)
+    everything, model, data = Everything(), t16(), rows(4)
+    options: dict[str, Any] = {"batch_size": 2, "gradient_accumulation_steps": 2}
     step = ["data_fetched", "step_start", *BATCH * 2]
     if case == "second pass":
         options["algorithms"] = [SAM()]
         step += [*BATCH * 2, *CLIPPED, *UPDATED]
     elif case == "closure":
-        options |= {"optimizer": partial(torch.optim.LBFGS, max_iter=2), "max_grad_norm": None, "learning_rate": 2e-5}
+        options |= {"optimizer": partial(torch.optim.LBFGS, max_iter=2), "max_grad_norm": None}
         step += [*CLIPPED, *BATCH * 2, *UPDATED]  # which takes the first losses as they are
     elif case == "out of memory":
-        model = Starving(2, "backward", start=0)
-        options = {"batch_size": 4, "microbatch_size": "auto", "loss_fn": F.mse_loss}
+        model, options = Starving(2, "backward", start=0), {"batch_size": 4, "microbatch_size": "auto"}
         step = ["data_fetched", "step_start", *BATCH[:3], *BATCH * 2, *CLIPPED, *UPDATED]
     elif case == "skipped":
-        model, data = Overflowing(range(9)), rows(4, torch.float32)
-        options |= {"on_nonfinite": "skip", "loss_fn": F.mse_loss}
+        model, data, options["on_nonfinite"] = Overflowing(range(9)), rows(4, torch.float32), "skip"
         step += [*CLIPPED, *UPDATED[1:]]
     else:
         model, data = Tagger(), Blank(4, range(4))
@@ -264,44 +263,36 @@ def test_events_reach_parts_before_callbacks(trainer_class: Any, tmp_path: Path)
     """A model, an optimizer or a schedule that is a hook is called before the callbacks."""
     calls: list[Any] = []
 
+    def append(name: str) -> Callable[..., None]:
+        return lambda *_: calls.append(name)
+
     class Model(nn.Linear, TrainHook):
-        def on_epoch_start(self, trainer: Any, epoch: int) -> None:
-            calls.append(("model", epoch))
+        on_epoch_start = append("model")
 
         def on_save_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
             checkpoint["step"] = trainer.progress.step
 
         def on_load_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
-            calls.append(("loaded", checkpoint))
+            calls.append(checkpoint)
 
-    class Optimizer(torch.optim.SGD, Callback):
-        def on_epoch_start(self, trainer: Any) -> None:
-            calls.append("optimizer")
-
-    class Schedule(torch.optim.lr_scheduler.StepLR, TrainHook):
-        def on_epoch_start(self, trainer: Any, epoch: int) -> None:
-            calls.append("schedule")
-
-    callback = HookCallback({"on_epoch_start": lambda trainer: calls.append("callback")})
+    optimizer = type("Optimizer", (torch.optim.SGD, Callback), {"on_epoch_start": append("optimizer")})
+    schedule = type("Schedule", (torch.optim.lr_scheduler.StepLR, TrainHook), {"on_epoch_start": append("schedule")})
+    last = callback(on_epoch_start=append("callback"))
     for epochs in (1, 2):
         run(
-            trainer_class, Model(4, 1).double(), rows(4), callback, epochs=epochs, resume_from="auto", batch_size=4,
-            optimizer=Optimizer, lr_scheduler=partial(Schedule, step_size=1), save_dir=tmp_path, loss_fn=F.mse_loss,
+            trainer_class, Model(4, 1).double(), rows(4), last, epochs=epochs, resume_from="auto", batch_size=4,
+            optimizer=optimizer, lr_scheduler=partial(schedule, step_size=1), save_dir=tmp_path,
         )  # fmt: skip
-    order = ["optimizer", "schedule", "callback"]
-    assert calls == [("model", 0), *order, ("loaded", {"step": 1}), ("model", 1), *order]
+    order = ["model", "optimizer", "schedule", "callback"]
+    assert calls == [*order, {"step": 1}, *order]
 
 
 def test_events_of_a_failure_end_the_run(trainer_class: Any) -> None:
-    class Fails(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            raise RuntimeError("boom")
-
     trace = Trace()
-    with pytest.raises(RuntimeError, match="boom") as caught:
-        run(trainer_class, t16(), rows(8), trace, Fails(), epochs=1)
+    with pytest.raises(ZeroDivisionError) as caught:
+        run(trainer_class, t16(), rows(8), trace, callback(on_step_end=lambda trainer: 1 / 0), epochs=1)
     assert trace.events[-2:] == ["exception", "train_end"]
-    assert any("Fails.on_step_end" in note for note in caught.value.__notes__)
+    assert any("Functions.on_step_end" in note for note in caught.value.__notes__)
 
 
 # --- numbers
@@ -320,7 +311,7 @@ def test_numbers_equal_a_handwritten_full_batch_loop(
     data: Any = rows(31) if kind == "rows" else Sentences(31)
     run(
         trainer_class, model, data, trace, lr_scheduler=cosine, max_grad_norm=0.5, batch_size=batch,
-        gradient_accumulation_steps=accumulation, epochs=2, **BY_SGD,
+        gradient_accumulation_steps=accumulation, epochs=2, optimizer=sgd,
     )  # fmt: skip
     expected = by_hand(reference, data, windows_of(31, batch * accumulation), sgd, cosine, 0.5)
     assert distance(weights(model), weights(reference)) <= 1e-12
@@ -347,27 +338,23 @@ def test_numbers_survive_running_out_of_memory(trainer_class: Any, where: str, t
     def train(folder: str, *callbacks: Callback, room: int = 3, **options: Any) -> Any:
         return run(
             trainer_class, Starving(room, where, start=2), rows(20), *callbacks, batch_size=8, microbatch_size="auto",
-            epochs=2, loss_fn=F.mse_loss, save_dir=tmp_path / folder, save_steps=100, learning_rate=0.05, **options,
+            epochs=2, save_dir=tmp_path / folder, save_steps=100, **options,
         )  # fmt: skip
 
     straight = train("straight")
     train("cut", StopAt(5))
     resumed = train("cut", room=1000, resume_from="auto")
     assert max(resumed.get_model().sizes) == 2
-    models = [trainer.get_model() for trainer in (straight, resumed)]
-    assert same(*([*weights(model), *model.buffers()] for model in models))
+    assert same(*(trainer.get_model().state_dict().values() for trainer in (straight, resumed)))
     assert straight.metrics["train_metrics_history"] == resumed.metrics["train_metrics_history"]
 
 
 def test_evaluation_and_logging_leave_weights_unchanged(trainer_class: Any) -> None:
-    def train(**options: Any) -> list[torch.Tensor]:
-        model = t16(dropout=0.3)
-        run(trainer_class, model, Noisy(16), batch_size=4, epochs=1, **options)
-        return weights(model)
-
-    plain = train(log_steps=1000)
     watched = {"eval_dataset": Noisy(7), "eval_steps": 1, "eval_on_start": True, "load_best_at_end": False}
-    assert same(plain, train(**watched, log_steps=1))
+    models = [t16(dropout=0.3), t16(dropout=0.3)]
+    for model, options in zip(models, ({"log_steps": 1000}, watched), strict=True):
+        run(trainer_class, model, Noisy(16), batch_size=4, epochs=1, **options)
+    assert same(*map(weights, models))
 
 
 # --- stopping
@@ -422,8 +409,7 @@ def test_metrics_have_a_row_per_epoch_and_evaluation(trainer_class: Any) -> None
     assert set(metrics["train_metrics_history"][0]) == {"epoch", "step", "train_loss", "learning_rate", "grad_norm"}
     assert [(row["epoch"], row["step"]) for row in metrics["valid"]] == [(1, 5), (2, 10)]
     x, y = rows(7).tensors
-    with torch.no_grad():
-        expected = F.mse_loss(trainer.get_model()(x), y).item()  # exact, though the last batch is short
+    expected = F.mse_loss(trainer.get_model()(x), y).item()  # exact, though the last batch is short
     assert metrics["valid"][-1]["eval_loss"] == pytest.approx(expected, abs=1e-14)
     assert trainer.evaluate()["eval_loss"] == metrics["valid"][-1]["eval_loss"]
 
@@ -431,11 +417,9 @@ def test_metrics_have_a_row_per_epoch_and_evaluation(trainer_class: Any) -> None
 def test_predict_returns_a_row_per_sample_in_order(trainer_class: Any) -> None:
     trainer = run(trainer_class, t16(), rows(8), epochs=1, batch_size=4, eval_batch_size=3)
     for size in (1, 5):
-        x, y = rows(size).tensors
-        result = trainer.predict(rows(size))
-        with torch.no_grad():
-            np.testing.assert_allclose(result.predictions, trainer.get_model()(x).numpy(), atol=1e-12)
-        np.testing.assert_array_equal(result.labels, y.numpy())
+        (x, y), result = rows(size).tensors, trainer.predict(rows(size))
+        np.testing.assert_allclose(result.predictions, trainer.get_model()(x).detach(), atol=1e-12)
+        np.testing.assert_array_equal(result.labels, y)
 
 
 # --- setups: what each of these trains, it trains alike on all trainers, in every split and when it is resumed
@@ -458,7 +442,7 @@ def setup(make_model: Any, make_data: Any, make_algorithm: Any = None, **options
 
 def with_unit() -> tuple[nn.Module, dict[str, Any]]:
     model = t16()
-    return model, {"train_dataset": rows(21), "unit": Holding(model), "loss_fn": None, **RISING}
+    return model, {"train_dataset": rows(21), "unit": Holding(model), **RISING}
 
 
 def grouped(size: int) -> Any:
@@ -609,23 +593,21 @@ class Outcome(NamedTuple):
     logs: list[dict[str, float]]
     evaluations: list[dict[str, float]]
     progress: dict[str, Any]
-    learning_rate: float
 
 
 def train(trainer_class: Any, name: str, batch_size: int = 4, *, stop: int = 0, **options: Any) -> Outcome:
     """Train a setup for two epochs in steps of 8 samples, or up to a step."""
     model, arguments = SETUPS[name]()
     trace = Trace()
-    options = {"epochs": 2, "gradient_accumulation_steps": 8 // batch_size, **BY_SGD, **arguments, **options}
+    options = {"epochs": 2, "gradient_accumulation_steps": 8 // batch_size, "optimizer": sgd, **arguments, **options}
     if "global_batch_size" in options:
         del options["gradient_accumulation_steps"]
     if "train_loader" not in options:
         options["batch_size"] = batch_size
     trainer = run(trainer_class, model, None, trace, StopAt(stop), **options)
     logs = [{key: value for key, value in row.items() if "per_second" not in key} for row in trace.logs]
-    rate = trainer.optimizer.param_groups[0]["lr"]
     progress = {**trainer.progress.state_dict(), "seconds": 0}
-    return Outcome(weights(trainer.get_model()), logs, trainer.metrics["valid"], progress, rate)
+    return Outcome(weights(trainer.get_model()), logs, trainer.metrics["valid"], progress)
 
 
 straight = functools.cache(train)
@@ -763,33 +745,26 @@ class GraphCollator:
     """Makes such batches, and splits them."""
 
     def __call__(self, samples: Any) -> Graph:
-        return Graph(*(torch.stack(column) for column in zip(*samples, strict=True)))
+        return Graph(*Collator()(samples))
 
     def split_batch(self, batch: Graph, size: int) -> Any:
         return list(map(LongGraph, batch.x.split(size), batch.y.split(size)))
 
 
-class OnGraphs:
+class OnGraphs(Holding):
     """Computes their loss."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
     def __call__(self, batch: Graph) -> Any:
-        return F.mse_loss(self.model(batch.x), batch.y, reduction="sum"), batch.y.numel()
+        return super().__call__((batch.x, batch.y))
 
     def evaluate(self, batch: Graph) -> StepOutput:
         loss, count = self(batch)
         return StepOutput(loss, num_targets=count)
 
 
-class OnPairs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = t16()
-
+class OnPairs(nn.Sequential):
     def forward(self, batch: Pair) -> torch.Tensor:
-        return self.body(batch.x)
+        return super().forward(batch.x)
 
 
 @table("kind", ["dataclass", "object"], ["object"])
@@ -797,25 +772,24 @@ def test_batches_of_any_class_train_like_tensors(trainer_class: Any, kind: str) 
     data, common = rows(21), {"batch_size": 8, "epochs": 2, "eval_dataset": rows(5), "load_best_at_end": False}
     plain = run(trainer_class, t16(), data, **common)
     for options in ({}, {"microbatch_size": 3}):
-        if kind == "dataclass":
-            arguments: dict[str, Any] = {"loss_fn": F.mse_loss, "data_collator": lambda batch: Pair(*Collator()(batch))}
-            model: Any = OnPairs()
+        model = t16() if kind == "object" else OnPairs(t16())
+        if kind == "object":
+            options |= {"unit": OnGraphs(model), "data_collator": GraphCollator()}
         else:
-            model = t16()
-            arguments = {"unit": OnGraphs(model), "data_collator": GraphCollator(), "loss_fn": None}
-        trainer = run(trainer_class, model, data, **common, **arguments, **options)
+            options["data_collator"] = lambda batch: Pair(*Collator()(batch))
+        trainer = run(trainer_class, model, data, **common, **options)
         assert distance(weights(trainer.get_model()), weights(plain.get_model())) <= 1e-12
         assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], abs=1e-12)
 
 
 def test_batch_without_split_batch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = t16()
-    options = {"unit": OnGraphs(model), "loss_fn": None, "microbatch_size": 3}
+    train = partial(run, Trainer, model, rows(8), unit=OnGraphs(model), microbatch_size=3)
     with pytest.raises(DataError, match=r"cannot split a Graph into rows.*`data_collator`.*split_batch\(batch, size\)"):
-        run(Trainer, model, rows(8), data_collator=GraphCollator().__call__, **options)
+        train(data_collator=GraphCollator().__call__)
     monkeypatch.setattr(GraphCollator, "split_batch", lambda self, batch, size: None)
     with pytest.raises(DataError, match=r"split_batch\(batch, size\) returned None"):
-        run(Trainer, model, rows(8), data_collator=GraphCollator(), **options)
+        train(data_collator=GraphCollator())
 
 
 @table("has_loss", {"gradient": False, "loss": True}, ["gradient"])
@@ -828,21 +802,19 @@ def test_nonfinite_sample_is_reported_by_index(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).pow(2).sum(dim=1, keepdim=True).sqrt()
 
-    torch.manual_seed(0)
     data, model = rows(SIZE), t16() if has_loss else Rooted(4, 8, bias=False).double()
     data.tensors[0][13] = math.nan if has_loss else 0.0
     states = [weights(model)]
-    keep = HookCallback({"on_step_end": lambda trainer: states.append(weights(trainer.get_model()))})
+    keep = callback(on_step_end=lambda trainer: states.append(weights(trainer.get_model())))
     train = partial(
-        run, trainer_class, model, data, keep, loss_fn=F.mse_loss, batch_size=4, gradient_accumulation_steps=2,
-        epochs=1, data_collator=COLLATORS["bins"] if has_loss else None,
+        run, trainer_class, model, data, keep, batch_size=4, gradient_accumulation_steps=2, epochs=1,
+        data_collator=COLLATORS["bins"] if has_loss else None,
     )  # fmt: skip
     with pytest.raises(NonFiniteError) as caught:
         train(save_dir=tmp_path)
     report = json.loads((tmp_path / "nonfinite.json").read_text())
     assert (report["sample_indices"], report["step"]) == ([13], len(states))
-    assert f"at step {len(states)} " in str(caught.value)
-    assert "these samples of the training set: 13." in str(caught.value)
+    assert re.search(f"at step {len(states)} .*these samples of the training set: 13\\.", str(caught.value))
     assert same(weights(model), states[-1])
     train(on_nonfinite="warn")
     assert f"not finite at step {report['step']}" in caplog.text
@@ -856,10 +828,10 @@ def test_epoch_of_only_skipped_steps_is_an_error(trainer_class: Any) -> None:
     for length in ({"max_steps": 5}, {"epochs": 60}):
         with pytest.raises(DataError, match="steps were all skipped: nothing is trained"):
             run(trainer_class, model, Blank(8, range(8)), batch_size=4, **length)
-    options = {"loss_fn": F.mse_loss, "on_nonfinite": "skip", "batch_size": 4}
+    train = partial(run, trainer_class, data=rows(32, torch.float32), on_nonfinite="skip", batch_size=4)
     with pytest.raises(DataError, match="steps were all skipped"):
-        run(trainer_class, Overflowing(range(8, 10_000)), rows(32, torch.float32), epochs=60, **options)
-    trainer = run(trainer_class, Overflowing(range(8, 16)), rows(32, torch.float32), epochs=3, **options)
+        train(Overflowing(range(8, 10_000)), epochs=60)
+    trainer = train(Overflowing(range(8, 16)), epochs=3)
     assert (trainer.progress.step, trainer.progress.skipped_steps) == (16, 8)
     for module in (model, trainer.model):
         assert all(parameter.isfinite().all() for parameter in module.parameters())
@@ -878,7 +850,7 @@ class Ending(Dataset[Any]):
         return SIZE
 
     def __getitem__(self, index: int) -> Any:
-        return next(iter([] if index == 13 else [rows(SIZE)[index]]))
+        return end() if index == 13 else rows(SIZE)[index]
 
 
 class EndingBatches(Ending):
@@ -887,41 +859,39 @@ class EndingBatches(Ending):
 
 
 class Announced(IterableDataset[Any]):
-    """A stream of 22 samples that says it has 30."""
+    """A stream of 22 samples, or a loader of 3 batches, that says it has more."""
+
+    def __init__(self, data: Any, length: int) -> None:
+        self.data, self.length = data, length
 
     def __len__(self) -> int:
-        return 30
+        return self.length
 
     def __iter__(self) -> Any:
-        return iter([rows(SIZE)[index] for index in range(SIZE)])
+        return iter([*self.data])
 
 
-def collate_that_ends(samples: Any) -> Any:
+def end(samples: Any = None) -> Any:
     return next(iter(()))
 
 
-class Announcing:
-    """A custom loader that yields 3 batches, and says 5."""
-
-    def __len__(self) -> int:
-        return 5
-
-    def __iter__(self) -> Any:
-        return iter(DataLoader(rows(12), 4))
-
-
+LONG = partial(Announced, rows(SIZE), 30)
 OF_SAMPLE, OF_COLLATOR = "The dataset raised StopIteration for sample 13", "The collator raised StopIteration for"
-OF_LOADER, ENDS = "DataLoader ended after 3 batches, but its length is 6", {"data_collator": collate_that_ends}
+OF_LOADER, ENDS = "DataLoader ended after 3 batches, but its length is 6", {"data_collator": end}
 EARLY_ENDS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "dataset": (Ending, {}, OF_SAMPLE),
     "dataset, worker": (Ending, {"num_workers": 1}, OF_SAMPLE),
     "dataset of batches": (EndingBatches, {}, "The dataset raised StopIteration for .*13"),
     "collator": (partial(rows, 4), ENDS, OF_COLLATOR),
     "collator, worker": (partial(rows, 4), {**ENDS, "num_workers": 1}, OF_COLLATOR),
-    "stream": (Announced, {}, "ended after 22 samples, but their length is 30"),
-    "stream, collator": (Announced, ENDS, OF_COLLATOR),
+    "stream": (LONG, {}, "ended after 22 samples, but their length is 30"),
+    "stream, collator": (LONG, ENDS, OF_COLLATOR),
     "loader": (lambda: DataLoader(Ending(), 4), {}, OF_LOADER),
-    "custom loader": (Announcing, {}, "ended after 3 (batches|samples), but .* length is 5"),
+    "custom loader": (
+        lambda: Announced(DataLoader(rows(12), 4), 5),
+        {},
+        "ended after 3 (batches|samples), but .* is 5",
+    ),
 }
 
 
@@ -943,19 +913,18 @@ def test_data_that_end_before_their_length_are_an_error(trainer_class: Any, kind
 
 
 def test_drop_last_avoids_a_batch_of_one_for_batch_norm(trainer_class: Any) -> None:
-    options = {"batch_size": 4, "epochs": 1}
-    with pytest.raises(DataError) as caught:
-        run(trainer_class, with_norm(), rows(9), **options)
-    for words in ("Micro-batch 1 of step 3 (epoch 1", "single row", "leave over of 9 samples", "drop_last=True"):
-        assert words in str(caught.value)
-    assert run(trainer_class, with_norm(), rows(9), drop_last=True, **options).progress.step == 2
+    train = partial(run, trainer_class, data=rows(9), batch_size=4, epochs=1)
+    words = r"(?s)Micro-batch 1 of step 3 \(epoch 1.*single row.*leave over of 9 samples.*drop_last=True"
+    with pytest.raises(DataError, match=words):
+        train(with_norm())
+    assert train(with_norm(), drop_last=True).progress.step == 2
 
 
 def test_unit_gets_step_numbers_and_callbacks_the_module(trainer_class: Any) -> None:
     model, modules = t16(), []
     unit = Holding(model)
-    look = HookCallback({"on_step_end": lambda trainer: modules.extend((trainer.model, trainer.get_model()))})
-    run(trainer_class, model, rows(12), look, unit=unit, loss_fn=None, epochs=1, batch_size=4)
+    look = callback(on_step_end=lambda trainer: modules.extend((trainer.model, trainer.get_model())))
+    run(trainer_class, model, rows(12), look, unit=unit, epochs=1, batch_size=4)
     assert unit.steps == [1, 2, 3] and all(module is model for module in modules)
 
 
@@ -966,21 +935,17 @@ def test_unit_gets_step_numbers_and_callbacks_the_module(trainer_class: Any) -> 
 def test_skipped_window_without_a_label_changes_nothing(
     trainer_class: Any, counts_targets: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def unit_of(model: Tagger) -> Any:
-        def unit(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            mask = batch["labels"] != -100
-            scores = model.out(model.embed(batch["ids"]))
-            return F.cross_entropy(scores[mask], batch["labels"][mask], reduction="sum"), mask.sum()
-
-        return unit
-
     def train(data: Any) -> tuple[Any, Trace]:
         model, trace = Tagger(), Trace()
-        options = {"unit": unit_of(model)} if counts_targets else {}
+
+        def unit(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            scores, labels = model(**batch)["logits"].flatten(0, 1), batch["labels"].flatten()
+            return F.cross_entropy(scores, labels, reduction="sum"), (labels != -100).sum()
+
         trainer = run(
             trainer_class, model, data, trace, batch_size=2, gradient_accumulation_steps=2, epochs=1, shuffle=False,
-            lr_scheduler="linear", optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), learning_rate=2e-5,
-            max_steps=4, **options,
+            lr_scheduler="linear", optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9), max_steps=4,
+            **({"unit": unit} if counts_targets else {}),
         )  # fmt: skip
         return trainer, trace
 
@@ -999,11 +964,10 @@ FUSED = {"fused": True, "unfused": False}
 @table("fused", FUSED, ["fused"])
 def test_skipped_step_of_an_fp16_overflow_changes_nothing(trainer_class: Any, fused: bool) -> None:
     snapshots, trace = list[list[torch.Tensor]](), Trace()
-    keep = HookCallback({"on_step_end": lambda trainer: snapshots.append(weights(trainer.model))})
+    keep = callback(on_step_end=lambda trainer: snapshots.append(weights(trainer.model)))
     trainer = run(
-        trainer_class, Overflowing(at=(3, 8)), rows(40, torch.float32), trace, keep, loss_fn=F.mse_loss, batch_size=4,
-        epochs=1, lr_scheduler="linear", learning_rate=2e-5, train=False,
-        optimizer=lambda p: torch.optim.AdamW(p, lr=0.01, fused=fused),
+        trainer_class, Overflowing(at=(3, 8)), rows(40, torch.float32), trace, keep, batch_size=4, epochs=1,
+        lr_scheduler="linear", optimizer=partial(torch.optim.AdamW, lr=0.01, fused=fused), train=False,
     )  # fmt: skip
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     metrics = trainer.train()
@@ -1028,9 +992,8 @@ def fp16_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @table("fused", FUSED, ["fused"])
 def test_loss_scale_below_its_minimum_ends_the_run(trainer_class: Any, fused: bool, fp16_everywhere: None) -> None:
     trainer = run(
-        trainer_class, Overflowing(at=range(1, 99)), rows(40, torch.float32), loss_fn=F.mse_loss, batch_size=4,
-        fp16_loss_scale=(8.0, 2.0), autocast="fp16", optimizer=lambda p: torch.optim.AdamW(p, lr=0.01, fused=fused),
-        learning_rate=2e-5, train=False,
+        trainer_class, Overflowing(at=range(1, 99)), rows(40, torch.float32), batch_size=4, autocast="fp16",
+        fp16_loss_scale=(8.0, 2.0), optimizer=partial(torch.optim.AdamW, fused=fused), train=False,
     )  # fmt: skip
     with pytest.raises(NonFiniteError, match=r"fell to 1, below its minimum 2"):
         trainer.train()
@@ -1041,26 +1004,25 @@ def test_loss_scale_below_its_minimum_ends_the_run(trainer_class: Any, fused: bo
 def test_loss_scale_is_resumed_inside_its_window(fp16_everywhere: None, trainer_class: Any, tmp_path: Path) -> None:
     """Of 10 steps the fourth overflows; the scale doubles after 3 steps without an overflow."""
 
-    def train(window: int, *, cut: int = 0, **options: Any) -> tuple[list[float], Any]:
-        trace, resume = Trace(), {key: options.pop(key) for key in ("resume_from", "allow_change") if key in options}
+    def train(window: int, cut: int = 0, resume_from: Path | None = None, **resume: Any) -> tuple[list[float], Any]:
+        trace = Trace()
         trainer = run(
-            trainer_class, Overflowing(at=() if resume else (4,)), rows(40, torch.float32), trace, StopAt(cut),
-            loss_fn=F.mse_loss, batch_size=4, max_steps=9, fp16_loss_scale=(1024.0, 1e-4, window), autocast="fp16",
-            learning_rate=0.01, load_best_at_end=None, train=False, **options,
+            trainer_class, Overflowing(at=() if resume_from else (4,)), rows(40, torch.float32), trace, StopAt(cut),
+            batch_size=4, max_steps=9, fp16_loss_scale=(1024.0, 1e-4, window), autocast="fp16", learning_rate=0.01,
+            save_dir=tmp_path / f"{window}-{cut}-{bool(resume_from)}", train=False,
         )  # fmt: skip
-        trainer.train(**resume)
+        trainer.train(resume_from=resume_from, **resume)
         return [row["loss_scale"] for row in trace.logs], trainer.model
 
     scales, model = train(3)
     assert scales == [1024, 1024, 2048, 1024, 1024, 2048, 2048, 2048, 4096]
-    train(3, cut=4, save_dir=tmp_path)  # one step into a window
-    last = {"resume_from": tmp_path / "last"}
-    rest, resumed = train(3, save_dir=tmp_path / "3", **last)
+    train(3, cut=4)  # one step into a window
+    last = tmp_path / "3-4-False" / "last"
+    rest, resumed = train(3, resume_from=last)
     assert rest == scales[4:] and same(weights(resumed), weights(model))
     with pytest.raises(CheckpointError, match=r"fp16_loss_scale: \[1024.0, 0.0001, 3\] -> \[1024.0, 0.0001, 2\]"):
-        train(2, save_dir=tmp_path / "2", **last)
-    rest, _ = train(2, save_dir=tmp_path / "2", allow_change={"fp16_loss_scale"}, **last)
-    assert rest == [2048, 2048, 4096, 4096, 8192]
+        train(2, resume_from=last)
+    assert train(2, resume_from=last, allow_change={"fp16_loss_scale"})[0] == [2048, 2048, 4096, 4096, 8192]
 
 
 def wide() -> nn.Module:
@@ -1074,22 +1036,22 @@ def test_fp8_multiplies_layers_of_fitting_sizes_and_resumes(
 ) -> None:
     eighths.install(monkeypatch)
 
-    def train(precision: str, resume: str | None = None, cut: int = 0, **options: Any) -> Any:
-        model, data = wide(), rows(12, torch.float32)
+    def train(precision: str, cut: int = 0, **options: Any) -> Any:
+        model = wide()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # of the layers before their replacement
         return run(
-            trainer_class, model, data, StopAt(cut), optimizer=optimizer, learning_rate=2e-5, epochs=2, batch_size=4,
-            autocast=precision, resume_from=resume, **options,
+            trainer_class, model, rows(12, torch.float32), StopAt(cut), optimizer=optimizer, epochs=2,
+            batch_size=4, autocast=precision, **options,
         )  # fmt: skip
 
-    straight = train("fp8")
-    kinds = [type(layer).__name__ for layer in straight.model if isinstance(layer, nn.Linear)]
-    assert kinds == ["Linear", "Float8Linear", "Linear"] and straight.precision.name == "fp8"
+    straight, again = train("fp8"), {"save_dir": tmp_path, "resume_from": "auto"}
+    assert [type(layer).__name__ for layer in straight.model[::2]] == ["Linear", "Float8Linear", "Linear"]
+    assert straight.precision.name == "fp8"
     assert distance(weights(straight.model), weights(train("bf16").model)) > 1e-6
     train("fp8", cut=4, save_dir=tmp_path)
     with pytest.raises(CheckpointError, match="autocast: 'fp8' -> 'bf16'"):
-        train("bf16", "auto", save_dir=tmp_path)
-    assert same(weights(straight.model), weights(train("fp8", "auto", save_dir=tmp_path).model))
+        train("bf16", **again)
+    assert same(weights(straight.model), weights(train("fp8", **again).model))
     assert load_tensors(tmp_path / "last" / "model.safetensors").keys() == wide().state_dict().keys()
     with pytest.raises(ConfigError, match="no linear layer whose sizes are both multiples"):
         run(trainer_class, t16(), rows(8), autocast="fp8")
@@ -1117,55 +1079,48 @@ class Scaled(nn.Module):
 
 @quick_on("native")
 def test_dtypes_hold_for_parameters_buffers_and_inputs(trainer_class: Any, tmp_path: Path) -> None:
-    BF16, FP32 = torch.bfloat16, torch.float32
-    labels = []
+    BF16, labels = torch.bfloat16, []
+    data = x, y = rows(12, torch.float32).tensors
 
     def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         labels.append(targets.dtype)
         return F.mse_loss(outputs.float(), targets)
 
-    def train(model: nn.Module, data: Any, resume: str | None = None, cut: int = 0, **options: Any) -> Any:
+    def train(data: Any = data, cut: int = 0, model: Any = None, **options: Any) -> Any:
         return run(
-            trainer_class, model, data, StopAt(cut), loss_fn=loss_fn, batch_size=4, epochs=2, eval_dataset=data,
-            load_best_at_end=False, resume_from=resume, **options,
+            trainer_class, model or Scaled(), data, StopAt(cut), loss_fn=loss_fn, batch_size=4, epochs=2,
+            eval_dataset=data, load_best_at_end=False, **options,
         )  # fmt: skip
 
-    dtypes = {"parameters": "bf16", "buffers": torch.bfloat16, "inputs": "bfloat16"}
-    data = rows(12, FP32)
-    straight = train(Scaled(), data, dtypes=dtypes)
+    dtypes = {"dtypes": {"parameters": "bf16", "buffers": torch.bfloat16, "inputs": "bfloat16"}}
+    straight, again = train(**dtypes), {"save_dir": tmp_path, "resume_from": "auto"}
     straight.predict(data)
-    assert straight.model.dtypes == {(BF16, BF16, BF16, torch.int64)} and set(labels) == {FP32}
-    pixels, targets = data.tensors
-    converted = train(Scaled().bfloat16(), TensorDataset(pixels.to(BF16), targets))
-    assert same(weights(straight.model), weights(converted.model))
-    train(Scaled(), data, dtypes=dtypes, cut=4, save_dir=tmp_path)
+    assert straight.model.dtypes == {(BF16, BF16, BF16, torch.int64)} and set(labels) == {torch.float32}
+    assert same(weights(straight.model), weights(train((x.to(BF16), y), model=Scaled().bfloat16()).model))
+    train(cut=4, save_dir=tmp_path, **dtypes)
     with pytest.raises(CheckpointError, match=r"dtypes: \{.*'parameters': 'bf16'.*\} -> None"):
-        train(Scaled(), data, "auto", save_dir=tmp_path)
-    resumed = train(Scaled(), data, "auto", dtypes=dtypes, save_dir=tmp_path)
-    assert same(weights(resumed.model), weights(straight.model))
+        train(**again)
+    assert same(weights(train(**again, **dtypes).model), weights(straight.model))
     assert load_tensors(tmp_path / "last" / "model.safetensors")["layer.weight"].dtype is BF16
 
 
 @quick_on("native")
 def test_matmul_precision_holds_during_the_run_only(trainer_class: Any, tmp_path: Path) -> None:
     data = rows(12, torch.float32)
-
-    def train(precision: Any, cut: int = 0, resume: str | None = None) -> Any:
-        return run(
-            trainer_class, Scaled(), data, StopAt(cut), loss_fn=F.mse_loss, eval_dataset=data, epochs=1,
-            batch_size=4, save_dir=tmp_path, matmul_precision=precision, resume_from=resume,
-        )  # fmt: skip
-
-    trainer = train("high", cut=2)
+    train = partial(
+        run, trainer_class, eval_dataset=data, loss_fn=F.mse_loss, epochs=1, batch_size=4, save_dir=tmp_path,
+        resume_from="auto",
+    )  # fmt: skip
+    trainer = train(Scaled(), data, StopAt(2), matmul_precision="high")
     trainer.evaluate()
     trainer.predict(data)
     assert trainer.model.precisions == {(True, "high"), (False, "high")}
     assert torch.get_float32_matmul_precision() == "highest"
     with pytest.raises(CheckpointError, match="matmul_precision: 'high' -> 'highest'"):
-        train(None, resume="auto")
+        train(Scaled(), data)
     torch.set_float32_matmul_precision("high")  # by the program itself, which is the same
     try:
-        train(None, resume="auto")
+        train(Scaled(), data)
     finally:
         torch.set_float32_matmul_precision("highest")
 
@@ -1181,7 +1136,6 @@ def test_log_has_the_learning_rates_of_the_step_by_group(trainer_class: Any) -> 
     trace = Trace()
     trainer = run(
         trainer_class, t16(), rows(16), trace, optimizer=groups, lr_scheduler="linear", batch_size=4, epochs=1,
-        learning_rate=2e-5,
     )  # fmt: skip
     assert [row["learning_rate"] for row in trace.logs] == pytest.approx([0.1, 0.075, 0.05, 0.025], abs=1e-15)
     assert [row["learning_rate_1"] for row in trace.logs] == pytest.approx([0.4, 0.3, 0.2, 0.1], abs=1e-15)
@@ -1194,35 +1148,27 @@ def test_schedule_sees_the_gradients_of_its_step(trainer_class: Any) -> None:
 
     class Looking(torch.optim.lr_scheduler.LRScheduler):
         def get_lr(self) -> Any:
-            if self.last_epoch > 0:
-                has_gradients.append(all(p.grad is not None for g in self.optimizer.param_groups for p in g["params"]))
+            has_gradients.append(all(p.grad is not None for g in self.optimizer.param_groups for p in g["params"]))
             return self.base_lrs
 
     run(trainer_class, t16(), rows(8), lr_scheduler=Looking, batch_size=4, epochs=1)
-    assert has_gradients == [True, True]
+    assert has_gradients == [False, True, True]
 
 
-class Counting(nn.Module):
+class Counting(nn.Sequential):
     """Has weights, buffers, and an extra state: the number of its passes in training."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.net, self.count = nn.BatchNorm1d(4), t16(), 0
-        self.double()
+    count = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.count += self.training
-        return self.net(self.norm(x))
+        return super().forward(x)
 
     def get_extra_state(self) -> Any:
         return {"count": self.count}
 
     def set_extra_state(self, state: Any) -> None:
         self.count = state["count"]
-
-    def copy(self) -> tuple[int, list[torch.Tensor]]:
-        return self.count, [*weights(self), self.norm.running_mean.clone()]
 
 
 @table("is_best", {"best": True, "last": False}, ["best"])
@@ -1234,19 +1180,20 @@ def test_run_without_save_dir_ends_on_its_best_or_last_weights(
 
     class Remember(Callback):
         def on_eval_end(self, trainer: Any, metrics: Any) -> None:
-            states[trainer.progress.step] = trainer.model.copy()
+            states[trainer.progress.step] = copy.deepcopy(trainer.model.state_dict())
 
+    model = Counting(nn.BatchNorm1d(4), t16()).double()
     with caplog.at_level("INFO", "omnitrain"):
         trainer = run(
-            trainer_class, Counting(), rows(16), Remember(), eval_dataset=rows(8), eval_steps=1, batch_size=8,
-            max_steps=8, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.02), learning_rate=2e-5,
-            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.7**step),
-            max_grad_norm=None, loss_fn=F.mse_loss, **({} if is_best else {"load_best_at_end": False}),
+            trainer_class, model, rows(16), Remember(), eval_dataset=rows(8), eval_steps=1, batch_size=8, max_steps=8,
+            optimizer=partial(torch.optim.SGD, lr=0.02), max_grad_norm=None,
+            lr_scheduler=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.7**step),
+            **({} if is_best else {"load_best_at_end": False}),
         )  # fmt: skip
     best = trainer.metrics["best_step"]
     assert 0 < best < 8
-    (count, tensors), (expected_count, expected) = trainer.model.copy(), states[best if is_best else 8]
-    assert count == expected_count and same(tensors, expected)
+    state, expected = model.state_dict(), states[best if is_best else 8]
+    assert state.pop("_extra_state") == expected.pop("_extra_state") and same(state.values(), expected.values())
     assert [message for message in caplog.messages if "weights" in message] == [
         f"The model has the best weights now, those of step {best}."
         if is_best
@@ -1268,7 +1215,7 @@ def modes(model: nn.Module) -> dict[str, bool]:
 def test_modes_that_the_user_sets_stay(trainer_class: Any, caplog: pytest.LogCaptureFixture) -> None:
     """That a step of several batches has other statistics than one large batch is logged."""
     modes_in_steps, model = [], with_norm()
-    look = HookCallback({"before_optimizer_step": lambda trainer: modes_in_steps.append(modes(trainer.model))})
+    look = callback(on_before_optimizer_step=lambda trainer: modes_in_steps.append(modes(trainer.model)))
     model.norm.eval()
     before, statistics = modes(model), model.norm.running_mean.clone()
     with caplog.at_level("INFO", "omnitrain"):
@@ -1312,49 +1259,34 @@ def test_modes_that_a_callback_sets_stay(trainer_class: Any) -> None:
 def test_modes_of_a_pretrained_part_follow_its_gradients(trainer_class: Any, frozen: bool) -> None:
     """A part that from_pretrained left in evaluation mode trains, unless it is frozen; so does a full model."""
 
-    class Composed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = bert().eval()  # as from_pretrained returns it
-            self.encoder.requires_grad_(not frozen)
-            self.head = nn.Linear(3, 3).double()
-
+    class Composed(nn.Sequential):
         def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-            logits = self.head(self.encoder(input_ids).logits)
-            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+            return {"loss": F.cross_entropy(self[1](self[0](input_ids).logits), labels)}
 
-    def losses(is_training: bool) -> list[dict[str, float]]:
-        model = with_norm().train(is_training)
-        trainer = run(trainer_class, model, rows(12), batch_size=4, epochs=2)
+    encoder = bert().eval().requires_grad_(not frozen)  # as from_pretrained returns it
+    model = Composed(encoder, nn.Linear(3, 3).double())
+    run(trainer_class, model, Tokens(8, "classes"), epochs=1, batch_size=4, loss_fn=None)
+    assert encoder.training is (not frozen)
+    assert model.training and model[1].training
+    full = [with_norm().train(is_training) for is_training in (False, True)]
+    for model in full:
+        run(trainer_class, model, rows(12), batch_size=4, epochs=2)
         assert all(modes(model).values())
-        return trainer.metrics["train_metrics_history"]
-
-    model = Composed()
-    run(trainer_class, model, Tokens(8, "classes"), epochs=1, batch_size=4)
-    assert model.encoder.training is (not frozen)
-    assert model.training and model.head.training
-    assert losses(False) == losses(True)
+    assert same(*map(weights, full))
 
 
 # --- mistakes that were raw errors, or late
 
 
 def log_metrics(trainer_class: Any, **metrics: Any) -> None:
-    class Renaming(trainer_class):
-        def _backend_logs(self) -> dict[str, float]:
-            return {**super()._backend_logs(), "ours": 1.0}
-
-    model = t16()
+    model, renaming = t16(), type("Renaming", (trainer_class,), {"_backend_logs": lambda self: {"ours": 1.0}})
     unit = lambda batch: StepOutput(F.mse_loss(model(batch[0]), batch[1]), metrics=metrics)  # noqa: E731
-    run(Renaming, model, rows(8), loss_fn=None, unit=unit, batch_size=4)
+    run(renaming, model, rows(8), unit=unit, batch_size=4)
 
 
 def cast_inputs(trainer_class: Any) -> None:
-    class Own(trainer_class):
-        def _prepare_batch(self, batch: Any) -> Any:
-            return batch
-
-    run(Own, t16(), rows(8), dtypes={"inputs": "bf16"})
+    own = type("Own", (trainer_class,), {"_prepare_batch": lambda self, batch: batch})
+    run(own, t16(), rows(8), dtypes={"inputs": "bf16"})
 
 
 def classify(trainer_class: Any, dtype: torch.dtype) -> None:
@@ -1367,15 +1299,11 @@ def predict(trainer_class: Any, collator: str) -> None:
     run(trainer_class, model, None, train=False, **arguments).predict(arguments["train_dataset"])
 
 
-def drop_last(trainer_class: Any, data: Any = None, **options: Any) -> None:
-    run(trainer_class, t16(), data, drop_last=True, train=False, **options)
-
-
 def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2)
 
 
-FP32, LAZY, LABELS = {"dtype": torch.float32}, nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1)), "labels of 64 bits"
+FP32, LABELS = {"dtype": torch.float32}, "labels of 64 bits"
 MISTAKES: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "detached loss": (
         lambda t: run(t, t16(), rows(8), loss_fn=lambda x, y: F.mse_loss(x, y).detach(), epochs=1),
@@ -1392,18 +1320,6 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "short schedule": (
         lambda t: run(t, t16(), rows(12), batch_size=2, epochs=1, lr_scheduler=one_cycle),
         ValueError, r"(?s)Tried to step.*OneCycleLR, at the end of step 3",
-    ),
-    "lazy parameters": (lambda t: run(t, LAZY, rows(8), train=False), ConfigError, r"lazy parameters, '0\.weight'"),
-    "evaluation set under a number": (
-        lambda t: run(t, t16(), rows(8), eval_dataset={1: rows(4)}, train=False),
-        ConfigError, r"names its sets by text.*got 1",
-    ),
-    "drop_last of too few": (
-        lambda t: drop_last(t, rows(7)), ValueError, "7 samples, fewer than the 8 of a step"
-    ),
-    "drop_last of a stream": (lambda t: drop_last(t, Announced()), ValueError, "`drop_last=True` needs data with a"),
-    "drop_last of a loader": (
-        lambda t: drop_last(t, train_loader=DataLoader(rows(9), 4)), ValueError, "has no effect on a `train_loader`"
     ),
     "inputs cast twice": (cast_inputs, ConfigError, "sets the inputs, which `_prepare_batch` of Own prepares itself"),
     "predictions of views": (lambda t: predict(t, "views"), DataError, "model returned 8 rows for 4 samples"),
@@ -1425,67 +1341,49 @@ def test_mistakes_raise_errors_with_the_remedy(trainer_class: Any, mistake: str)
 @pytest.mark.parametrize("event", ["on_step_end", "on_train_end"])
 def test_train_inside_of_train_is_an_error(trainer_class: Any, event: str) -> None:
     """The same call outside of the run works afterwards."""
-    calls: list[int] = []
-
-    def nest(trainer: Any) -> None:
-        if not calls:
-            calls.append(1)
-            trainer.train()
-
-    trainer = run(trainer_class, t16(), rows(8), HookCallback({event: nest}), epochs=1, train=False)
+    calls = iter([1])
+    nest = lambda trainer: [trainer.train() for _ in calls]  # noqa: E731
+    trainer = run(trainer_class, t16(), rows(8), callback(**{event: nest}), epochs=1, train=False)
     with pytest.raises(ConfigError, match="called within `train"):
         trainer.train()
     assert trainer.train()["stop_reason"] == "epochs"
 
 
 @table("algorithm", {"smoothing": partial(LabelSmoothing, 3, 0.2), "mixup": partial(MixUp, 3)}, ["mixup"])
-def test_algorithms_change_labels_by_label_names(trainer_class: Any, algorithm: Any) -> None:
+def test_algorithms_change_labels_by_label_names(
+    trainer_class: Any, algorithm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def train(name: str, **options: Any) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 3)).double()
-        data = [{"input": row, name: index % 3} for index, row in enumerate(x)]
-        run(
-            trainer_class, model, data, loss_fn=F.cross_entropy, batch_size=4, epochs=2, algorithms=[algorithm()],
-            **options,
-        )  # fmt: skip
+        model, data = layer(), [{"input": row, name: index % 3} for index, row in enumerate(x)]
+        options |= {"loss_fn": F.cross_entropy, "batch_size": 4, "epochs": 2, "algorithms": [algorithm()]}
+        run(trainer_class, model, data, **options)
         return weights(model)
 
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert same(train("kind", label_names=["kind"]), train("labels"))
-        with pytest.raises(DataError, match=r"label_names=\['kind'\]"):
-            train("kind")
-    finally:
-        torch.set_default_dtype(torch.float32)
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)  # that of collated numbers
+    assert same(train("kind", label_names=["kind"]), train("labels"))
+    with pytest.raises(DataError, match=r"label_names=\['kind'\]"):
+        train("kind")
 
 
 @table("fails", {"ends": False, "fails": True}, ["fails"])
 def test_generators_of_the_program_are_restored(trainer_class: Any, fails: bool) -> None:
-    """Members of an ensemble are drawn one after another, and training each before the next changes none."""
+    """Members of an ensemble are drawn one after another, and training one before the next changes none."""
+    member = t16(dropout=0.3)
 
-    class Draws(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            draw()
-            torch.manual_seed(5)
-            if fails and trainer.progress.step == 2:
-                raise RuntimeError("boom")
+    def disturb(trainer: Any) -> None:
+        draw()
+        torch.manual_seed(5)
+        if fails and trainer.progress.step == 2:
+            raise RuntimeError("boom")
 
-    def members(trains: bool) -> list[float]:
-        torch.manual_seed(1)
-        np.random.seed(1)
-        random.seed(1)
-        numbers = []
-        for _ in range(3):
-            numbers.append(draw())
-            model = t16(dropout=0.3)
-            with contextlib.suppress(RuntimeError):
-                if trains:
-                    run(trainer_class, model, Noisy(8), Draws(), eval_dataset=rows(4), epochs=1, batch_size=4)
-        return numbers
-
-    assert members(True) == members(False)
+    before = states()
+    for number in range(2):
+        with contextlib.suppress(RuntimeError):
+            guest = callback(on_step_end=disturb)
+            run(trainer_class, member, Noisy(8), guest, eval_dataset=rows(4), epochs=1, batch_size=4)
+        assert states() == before, number
 
 
 # --- schedules in time
@@ -1496,8 +1394,8 @@ def test_schedule_on_samples_continues_in_skipped_steps(trainer_class: Any, tmp_
     def train(at: Collection[int], *callbacks: Callback, **options: Any) -> tuple[list[torch.Tensor], list[float]]:
         model, data, trace = Overflowing(at), Streamed(rows(64, torch.float32)), Trace()
         run(
-            trainer_class, model, data, trace, *callbacks, loss_fn=F.mse_loss, batch_size=4, max_duration="40sp",
-            lr_scheduler="linear", warmup_steps=0.2, on_nonfinite="skip", **options,
+            trainer_class, model, data, trace, *callbacks, batch_size=4, max_duration="40sp", lr_scheduler="linear",
+            warmup_steps=0.2, on_nonfinite="skip", **options,
         )  # fmt: skip
         return weights(model), [row["learning_rate"] for row in trace.logs]
 
@@ -1517,23 +1415,16 @@ def test_log_of_speed_leaves_out_evaluations_and_saves(
     clock = [0.0]
     monkeypatch.setattr(lifecycle.time, "perf_counter", lambda: clock[0])
 
-    class Slow(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            clock[0] += 1
-            if trainer.progress.step == 4:
-                trainer.evaluate()
-                trainer.save_checkpoint()
+    def take(seconds: float, trainer: Any = None, *_: Any) -> None:
+        clock[0] += seconds
+        if seconds == 1 and trainer.progress.step == 4:
+            trainer.evaluate()
+            trainer.save_checkpoint()
 
-        def on_eval_end(self, trainer: Any, metrics: Any) -> None:
-            clock[0] += 100
-
-        def state_dict(self) -> dict[str, Any]:
-            clock[0] += 1000
-            return {}
-
-    trace = Trace()
+    trace, steps = Trace(), partial(take, 1)
+    slow = callback(on_step_end=steps, on_eval_end=partial(take, 100), state_dict=lambda: take(1000) or {})
     run(
-        trainer_class, t16(), rows(48), trace, Slow(), epochs=1, batch_size=4, log_steps=3, eval_dataset=rows(4),
+        trainer_class, t16(), rows(48), trace, slow, epochs=1, batch_size=4, log_steps=3, eval_dataset=rows(4),
         eval_steps=2, eval_on_start=True, save_dir=tmp_path, save_steps=5,
     )  # fmt: skip
     assert [row["samples_per_second"] for row in trace.logs] == pytest.approx([4, 4, 4, 4])
@@ -1545,9 +1436,7 @@ SCORES = {"in the middle": [0.1, 0.1, 0.5, 0.9, 0.2, 0.3, 0.1, 0.2, 0.1], "at th
 @table("where", list(SCORES), [], native=["in the middle"])
 def test_best_weights_are_saved_at_once_between_saves(trainer_class: Any, where: str, tmp_path: Path) -> None:
     """A run ends with its best weights, though it evaluates more often than it saves."""
-    states: dict[int, list[torch.Tensor]] = {}
-    saved: list[int] = []
-    store = Store(tmp_path / "run")
+    states, saved, store = dict[int, list[torch.Tensor]](), list[int](), Store(tmp_path / "run")
 
     class Looks(Callback):
         def on_eval_end(self, trainer: Any, metrics: Any) -> None:
@@ -1573,36 +1462,20 @@ def test_best_weights_are_saved_at_once_between_saves(trainer_class: Any, where:
 # --- where files are
 
 
-PATHS: dict[str, tuple[Any, str]] = {
-    "address": ("nosuch://bucket/run", "knows no file system"), "nothing": ("", "must be a path"),
-    "number": (3, "must be a path"), "file": ("taken", "is a file"),
-}  # fmt: skip
-
-
-@table("path, words", PATHS, ["address", "file"])
-def test_save_dir_that_is_no_folder_is_an_error(
-    trainer_class: Any, path: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("taken").touch()
-    with pytest.raises(ConfigError, match=f"`save_dir.*{words}"):
-        run(trainer_class, t16(), rows(4), save_dir=path, train=False)
-    assert [file.name for file in tmp_path.iterdir()] == ["taken"]
-
-
 @quick_on("native")
 def test_save_dir_stays_when_the_program_changes_folder(
     trainer_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leaves = HookCallback({"on_step_end": lambda trainer: monkeypatch.chdir(tmp_path / "elsewhere")})
+    leaves = callback(on_step_end=lambda trainer: monkeypatch.chdir(tmp_path / "elsewhere"))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    trainer = run(trainer_class, t16(), rows(8), leaves, batch_size=4, epochs=1, save_steps=1, save_dir="run")
+    train = partial(run, trainer_class, t16(), rows(8), leaves, batch_size=4, epochs=1)
+    trainer = train(save_steps=1, save_dir="run")
     assert trainer.save_dir == tmp_path / "run" and not list((tmp_path / "elsewhere").iterdir())
     assert [checkpoint.step for checkpoint in Store(tmp_path / "run").checkpoint_infos()] == [1, 2]
     assert trainer.save_model("~/model") == tmp_path / "model" and (tmp_path / "model" / "model.safetensors").exists()
-    other = run(trainer_class, t16(), rows(8), batch_size=4, epochs=1, save_dir="~/again")
+    other = train(save_dir="~/again")
     assert other.save_dir == tmp_path / "again" and other.load_checkpoint("~/run/last").name == "checkpoint-2"
     for path, words in (("nosuch://bucket/run", "knows no file system|is an address"), ("", "must be a path")):
         for method in (other.load_checkpoint, other.save_model):
@@ -1651,15 +1524,13 @@ def test_named_losses_and_metrics_are_those_of_the_window(trainer_class: Any, ba
     trainer = run(
         trainer_class, model, data, trace, max_grad_norm=None, batch_size=batch, epochs=2, log_steps=3,
         gradient_accumulation_steps=accumulation, eval_dataset=data, eval_batch_size=batch, load_best_at_end=False,
-        shuffle=False, **BY_SGD,
+        shuffle=False, optimizer=sgd,
     )  # fmt: skip
     optimizer = sgd(reference.parameters())
     counts, values = [], []
-    for step in range(8):
-        samples = [data[i] for i in range(step % 4 * 8, step % 4 * 8 + 8)]
-        window = {key: torch.stack([sample[key] for sample in samples]) for key in data[0]}
-        output = reference(**window)
-        counts.append(int((window["labels"] != -100).sum()))
+    for ids, labels in [*zip(data.ids.split(8), data.labels.split(8), strict=True)] * 2:
+        output = reference(ids, labels)
+        counts.append(int((labels != -100).sum()))
         values.append(named_by(output))
         optimizer.zero_grad()
         sum(output["loss"].values()).backward()
@@ -1686,7 +1557,7 @@ def test_named_metrics_since_the_last_log_are_resumed(trainer_class: Any, tmp_pa
     def train(folder: Path, *callbacks: Callback) -> tuple[Any, list[Any]]:
         trainer = run(
             trainer_class, Measured(), Sentences(20), Trace(), *callbacks, batch_size=2, epochs=2, log_steps=4,
-            save_steps=100, save_dir=folder, resume_from="auto", **BY_SGD,
+            save_steps=100, save_dir=folder, resume_from="auto", optimizer=sgd,
         )  # fmt: skip
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return trainer, [{name: value for name, value in row.items() if "per_second" not in name} for row in lines]
@@ -1718,13 +1589,13 @@ def test_named_metrics_of_a_skipped_step_are_undone(trainer_class: Any, kind: st
     data = [{"x": x, "labels": y} for x, y in rows(24, torch.float32)]
     trainer = run(
         trainer_class, Tracked((3, 8), kind != "overflow"), data, batch_size=2, gradient_accumulation_steps=2,
-        epochs=1, log_steps=2, on_nonfinite="raise" if kind == "overflow" else kind, train=False,
+        epochs=1, log_steps=2, on_nonfinite="raise" if kind == "overflow" else kind, loss_fn=None, train=False,
     )  # fmt: skip
     if kind == "overflow":
         trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     trainer.train()
     (row,) = trainer.metrics["train_metrics_history"]
-    counted = [turn for turn in range(1, 13) if turn not in (3, 4, 7, 8)]
+    counted = [1, 2, 5, 6, 9, 10, 11, 12]
     assert row["train_turn"] == sum(counted) / 8
     assert [name for name in row if name.startswith("train_of_")] == [f"train_of_{turn}" for turn in counted]
     assert math.isfinite(row["train_loss"]) and row["train_loss_mse"] == pytest.approx(row["train_loss"], abs=1e-12)
@@ -1756,10 +1627,10 @@ class Drifting(Callback):
 
 @quick_on("native", "hf")
 def test_checkpoint_loaded_comes_first_with_restored_state(trainer_class: Any, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"batch_size": 4, "save_dir": tmp_path}
-    run(trainer_class, t16(), rows(12), Drifting(), max_steps=3, **options)
+    train = partial(run, trainer_class, t16(), rows(12), batch_size=4, save_dir=tmp_path)
+    train(Drifting(), max_steps=3)
     drifting, trace = Drifting(), Trace()
-    trainer = run(trainer_class, t16(), rows(12), drifting, trace, max_steps=5, resume_from="last", **options)
+    trainer = train(drifting, trace, max_steps=5, resume_from="last")
     assert trace.events[:3] == ["checkpoint_loaded", "train_start", "epoch_start"]
     assert drifting.loaded == [(3, [6.0, 6.0])]
     assert drifting.drift["sum"].dtype is torch.bfloat16 and drifting.drift["sum"].tolist() == [15.0, 15.0]
@@ -1774,15 +1645,13 @@ class Shrinking(Algorithm):
 
     def __init__(self, rates: list[float], shape: str = "line") -> None:
         self._left = rates
-        self._shape = shape
 
     def transform_loss(self, trainer: Any, loss: torch.Tensor) -> torch.Tensor:
         return loss * (self._left.pop() if self._left else 1.0)
 
 
 class Quiet(Callback):
-    def __init__(self, level: int) -> None:
-        self._level = level
+    def __init__(self, level: int) -> None: ...
 
 
 @quick_on("native")
@@ -1803,11 +1672,9 @@ def test_resume_rejects_other_options_of_algorithms(
     with caplog.at_level("INFO", "omnitrain"):
         train(0.9, 0.5, 2, steps=3, resume_from="auto")  # though the list was emptied
     assert "Options of callbacks differ from the checkpoint: {'Quiet.level': 1} -> {'Quiet.level': 2}." in caplog.text
-    words = (
-        r"algorithm_options: \{'EMA\.decay': 0\.9, 'Shrinking\.rates': \[0\.9, 0\.5\]\} -> "
-        r"\{'EMA\.decay': 0\.5, 'Shrinking\.rates': \[0\.9, 0\.1\]\}\."
-    )
-    with pytest.raises(CheckpointError, match=words):
+    options = "{{'EMA.decay': {}, 'Shrinking.rates': [0.9, {}]}}".format
+    words = f"algorithm_options: {options(0.9, 0.5)} -> {options(0.5, 0.1)}."
+    with pytest.raises(CheckpointError, match=re.escape(words)):
         train(0.5, 0.1, 2, resume_from="auto")
     other = train(0.5, 0.1, 2, resume_from="auto", allow_change={"algorithm_options"})
     assert other.progress.step == 4 and other.algorithms[0].count == 4  # the average continued
@@ -1829,8 +1696,8 @@ def test_train_more_equals_the_longer_run(trainer_class: Any, saves: bool, tmp_p
     metrics, expected = parts.train(more="4ba"), whole.train()
     assert torch.equal(torch.get_rng_state(), before)
     assert same(weights(parts.get_model()), weights(whole.get_model()))
-    for state, other in zip(parts.optimizer.state.values(), whole.optimizer.state.values(), strict=True):
-        assert all(torch.equal(value, other[name]) for name, value in state.items())
+    states = (trainer.optimizer.state_dict()["state"] for trainer in (parts, whole))
+    torch.testing.assert_close(*states, rtol=0, atol=0)
     for history in ("train_metrics_history", "valid", "best_valid"):
         assert metrics[history] == expected[history]
     assert [row["loss"] for row in trace.logs] == [row["loss"] for row in whole_trace.logs]
