@@ -25,7 +25,7 @@ from omnitrain.compute.device_runtime import device_runtime
 from omnitrain.core.errors import ConfigError, MissingExtraError, OmnitrainError, did_you_mean
 from omnitrain.core.progress import Progress
 from omnitrain.optim.muon import Muon, has_fused_kernel
-from omnitrain.optim.optimizer_kwargs import check_optimizer_kwargs, make_optimizer
+from omnitrain.optim.optimizer_kwargs import IMPLEMENTATION, check_optimizer_kwargs, make_optimizer
 from omnitrain.optim.schedules import (
     NAMED,
     RunLength,
@@ -95,8 +95,6 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
-"""Options of optimizers that choose an implementation; it may not exist elsewhere, so they are not restored."""
 # Those with a kernel for a GPU that does the whole update.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 

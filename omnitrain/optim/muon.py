@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from omnitrain.core.errors import ConfigError
-from omnitrain.optim.optimizer_kwargs import check_optimizer_kwargs, make_optimizer
+from omnitrain.optim.optimizer_kwargs import IMPLEMENTATION, check_optimizer_kwargs, make_optimizer
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -55,13 +55,15 @@ class Muon(Optimizer):
 
         def groups_of(kind: Any, parameters: list[nn.Parameter], **defaults: Any) -> list[dict[str, Any]]:
             known = {name: options[name] for name in options if name in inspect.signature(kind).parameters}
-            rates = {"lr": lr, "weight_decay": weight_decay}
-            return make_optimizer(kind, parameters, {**rates, **defaults}, known).param_groups
+            defaults = {"lr": lr, "weight_decay": weight_decay, **defaults}
+            rates = {name: value for name, value in defaults.items() if name not in known}
+            return make_optimizer(kind, parameters, rates, known).param_groups
 
         matrix_list, rest = list(matrices), list(non_matrices)
         groups = groups_of(torch.optim.Muon, matrix_list, adjust_lr_fn="match_rms_adamw")
         if rest:
-            groups = [*groups, *groups_of(torch.optim.AdamW, rest, fused=has_fused_kernel(rest) or None)]
+            fused = (not IMPLEMENTATION & options.keys() and has_fused_kernel(rest)) or None
+            groups = [*groups, *groups_of(torch.optim.AdamW, rest, fused=fused)]
         super().__init__(groups, {})
 
     @classmethod

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from omnitrain.core.errors import ConfigError, did_you_mean
 
+IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""Options of optimizers that choose an implementation; it may not exist elsewhere, so they are not restored."""
 # Arguments of the trainer that set options of optimizers.
 _ARGUMENTS = {"lr": "learning_rate", "weight_decay": "weight_decay"}
 
@@ -23,6 +26,12 @@ def check_optimizer_kwargs(options: Mapping[str, Any], *kinds: Any) -> None:
     if not options:
         return
     parameters = [parameter for kind in kinds for parameter in inspect.signature(kind).parameters.values()]
+    switches = {parameter.name for parameter in parameters if isinstance(parameter.default, bool)} | IMPLEMENTATION
+    for name, value in options.items():
+        is_switch = name in switches and not isinstance(value, bool) and value is not None
+        if is_switch or (isinstance(value, float) and not math.isfinite(value)):
+            expected = "True or False" if is_switch else "a finite number"
+            raise ConfigError(f"`optimizer_kwargs[{name!r}]` must be {expected}, got {value!r}.")
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     known = sorted({parameter.name for parameter in parameters} - {"params", *_ARGUMENTS})
@@ -43,7 +52,7 @@ def make_optimizer(make: Any, parameters: Iterable[Any], rates: Mapping[str, Any
     """
     try:
         return make(parameters, **rates, **options)
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         if not options:
             raise
         raise ConfigError(

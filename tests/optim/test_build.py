@@ -205,8 +205,11 @@ def test_optimizer_kwargs_reach_the_optimizer(spec: Any, model: nn.Module) -> No
 
 def test_optimizer_kwargs_of_muon_go_to_both_parts() -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    optimizer = build_optimizer("muon", layers, 0.1, 0.0, {"momentum": 0.5, "betas": (0.8, 0.9)})
+    optimizer = build_optimizer(
+        "muon", layers, 0.1, 0.0, {"momentum": 0.5, "betas": (0.8, 0.9), "fused": False, "adjust_lr_fn": "original"}
+    )
     assert [group.get("momentum", group.get("betas")) for group in optimizer.param_groups] == [0.5, (0.8, 0.9)]
+    assert [group.get("adjust_lr_fn", group.get("fused")) for group in optimizer.param_groups] == ["original", False]
 
 
 @pytest.mark.parametrize(
@@ -216,6 +219,11 @@ def test_optimizer_kwargs_of_muon_go_to_both_parts() -> None:
         ("sgd", {"lr": 0.1}, "has 'lr'. Pass `learning_rate=0.1`"),
         ("sgd", {"params": []}, "'params', which is no option of SGD"),
         ("adamw", {"betas": (2.0, 0.9)}, "AdamW raises ValueError: Invalid beta"),
+        ("adamw", {"betas": (0.9,)}, "AdamW raises IndexError"),
+        ("sgd", {"foreach": True, "fused": True}, "SGD raises RuntimeError.*cannot be `True` together"),
+        ("sgd", {"momentum": float("nan")}, r"`optimizer_kwargs\['momentum'\]` must be a finite number, got nan"),
+        ("adamw", {"amsgrad": "no"}, r"`optimizer_kwargs\['amsgrad'\]` must be True or False, got 'no'"),
+        ("muon", {"fused": 1}, r"`optimizer_kwargs\['fused'\]` must be True or False, got 1"),
         ("muon", {"momentun": 1}, "no option of Muon and AdamW.*mean 'momentum'"),
         (optimizer_for, {"momentum": 0.9}, "has no effect on an `optimizer` that is neither name nor class"),
     ],
