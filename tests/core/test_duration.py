@@ -26,26 +26,20 @@ def walk(progress: Progress, batch_size: int, epochs: int):
         yield "epoch"
 
 
-NOTATIONS: list[tuple[Any, float, str]] = [
+@pytest.mark.parametrize(("text", "value", "unit"), [
     ("10ep", 10, "ep"), ("0.5ep", 0.5, "ep"), ("500ba", 500, "ba"), ("40sp", 40, "sp"), ("3e4tok", 30000, "tok"),
     ("90s", 90, "s"), ("2h30m", 9000, "s"), ("1d", 86400, "s"), ("45m", 2700, "s"), ("1h5m10s", 3910, "s"),
     ("1.5h", 5400, "s"), (" 2h 30m ", 9000, "s"), ("0.3dur", 0.3, "dur"), ("1dur", 1, "dur"), (500, 500, "ba"),
     (500.0, 500, "ba"), (np.int64(500), 500, "ba"), (Duration(2, "ep"), 2, "ep"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "value", "unit"), NOTATIONS)
+])  # fmt: skip
 def test_duration_parses_every_notation(text: Any, value: float, unit: str) -> None:
     assert Duration.parse(text, unit="ba", name="save_steps") == Duration(value, unit)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(True, None, [1], math.nan, math.inf, -1, 0, "", " ", "10", "abc", "10st", "-5ep", "0ep", "1e999ep", "1e308d"),
-        *("nanep", "-2h", "2h-30m", "30m2h", "1_0ep", "٣ep", "0dur", "1.5dur", "1e-400ep", "5 ep ep"),
-    ],
-)
+@pytest.mark.parametrize("text", [
+    True, None, [1], math.nan, math.inf, -1, 0, "", " ", "10", "abc", "10st", "-5ep", "0ep", "1e999ep", "1e308d",
+    "nanep", "-2h", "2h-30m", "30m2h", "1_0ep", "٣ep", "0dur", "1.5dur", "1e-400ep", "5 ep ep",
+])  # fmt: skip
 def test_duration_rejects_wrong_values(text: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         Duration.parse(text, unit="ba", name="save_steps")
@@ -54,12 +48,10 @@ def test_duration_rejects_wrong_values(text: Any) -> None:
     assert all(example in message for example in ("'10ep'", "'500ba'", "sp'", "tok'", "'2h30m'", "'0.3dur'"))
 
 
-@pytest.mark.parametrize(
-    ("text", "word"), [("0.5ba", "steps"), (0.5, "steps"), ("0.5sp", "samples"), ("1.5tok", "tok")]
-)
-def test_duration_rejects_fractions_of_whole_units(text: Any, word: str) -> None:
-    with pytest.raises(ConfigError, match=f"whole number of {word}.*got {re.escape(repr(text))}"):
-        Duration.parse(text, unit="ba", name="save_steps")
+def test_duration_rejects_fractions_of_whole_units() -> None:
+    for text, word in (("0.5ba", "steps"), (0.5, "steps"), ("0.5sp", "samples"), ("1.5tok", "tok")):
+        with pytest.raises(ConfigError, match=f"whole number of {word}.*got {re.escape(repr(text))}"):
+            Duration.parse(text, unit="ba", name="save_steps")
     for value, unit in ((-1, "ep"), (1, "st"), (0.5, "ba"), (True, "ep")):
         with pytest.raises(ConfigError):
             Duration(value, unit)  # type: ignore[arg-type]
@@ -89,8 +81,7 @@ def test_every_fires_when_multiple_is_crossed(n: int, strides: list[int], unit: 
     every, count = Every(Duration(n, unit)), 0
     for stride in strides:
         before, count = count // n, count + stride
-        progress = Progress(step=count, samples=count, tokens=count, seconds=float(count))
-        assert every.due(progress) == (count // n > before)
+        assert every.due(Progress(step=count, samples=count, tokens=count, seconds=count)) == (count // n > before)
 
 
 @given(tenths=st.integers(1, 40), size=st.integers(1, 30), batch_size=st.integers(1, 30))
@@ -115,9 +106,6 @@ def test_every_part_of_epoch_is_exact() -> None:
         every, progress = Every(Duration(part, "ep")), Progress(epoch_size=size)
         fired = [at for at in walk(progress, batch_size=1, epochs=2) if every.due(progress)]
         assert fired == expected * round(2 / max(part, 1))
-
-
-def test_every_epoch_fires_when_it_is_closed() -> None:
     every, progress = Every(Duration(1, "ep")), Progress()  # of a stream
     progress.advance(8)
     assert not every.due(progress)
@@ -127,15 +115,12 @@ def test_every_epoch_fires_when_it_is_closed() -> None:
     assert [at for at in walk(progress, batch_size=2, epochs=10) if every.due(progress)] == ["epoch"] * 10
 
 
-@pytest.mark.parametrize(
-    ("share", "limits", "fired"),
-    [
-        (0.3, Limits(max_steps=10), [3, 6, 9]),
-        (0.1, Limits(max_steps=30), [3, 6, 9, 12, 15, 18, 21, 24, 27, 30]),
-        (0.5, Limits(max_steps=5), [3, 5]),
-        (0.5, Limits(epochs=100, max_steps=8, max_duration="20sp"), [3, 5]),
-    ],
-)
+@pytest.mark.parametrize(("share", "limits", "fired"), [
+    (0.3, Limits(max_steps=10), [3, 6, 9]),
+    (0.1, Limits(max_steps=30), [*range(3, 31, 3)]),
+    (0.5, Limits(max_steps=5), [3, 5]),
+    (0.5, Limits(epochs=100, max_steps=8, max_duration="20sp"), [3, 5]),
+])  # fmt: skip
 def test_every_share_of_run_follows_nearest_limit(share: float, limits: Limits, fired: list[int]) -> None:
     every, progress, steps = Every(Duration(share, "dur"), limits), Progress(epoch_size=1000), []
     while not limits.reached(progress):
@@ -148,11 +133,9 @@ def test_every_share_of_run_follows_nearest_limit(share: float, limits: Limits, 
 @pytest.mark.parametrize("text", ["4ba", "8sp", "1ep", "0.25ep", "0.1dur"])
 def test_every_across_resume(text: str) -> None:
     limits, duration = Limits(epochs=4), Duration.parse(text, "ep", "save_steps")
-    looks = 4 * (3 + 1)
-    straight = Every(duration, limits)
-    progress = Progress(epoch_size=6)
+    straight, progress = Every(duration, limits), Progress(epoch_size=6)
     expected = [straight.due(progress) for _ in walk(progress, batch_size=2, epochs=4)]
-    for cut in range(looks):
+    for cut in range(len(expected)):
         progress, every, fired = Progress(epoch_size=6), Every(duration, limits), []
         for look, _ in enumerate(walk(progress, batch_size=2, epochs=4)):
             fired.append(every.due(progress))
@@ -164,10 +147,9 @@ def test_every_across_resume(text: str) -> None:
 
 def test_limits_stop_at_first_reached() -> None:
     limits = Limits(epochs=3, max_steps=100, max_duration="1h")
-    assert limits.reached(Progress(epoch=2, step=99, seconds=3599.0)) == ""
-    assert limits.reached(Progress(epoch=2, step=100, seconds=3599.0)) == "max_steps"
-    assert limits.reached(Progress(epoch=2, step=99, seconds=3600.0)) == "max_duration"
-    assert limits.reached(Progress(epoch=3, step=99)) == "epochs"
+    places = ((2, 99, 3599.0), (2, 100, 3599.0), (2, 99, 3600.0), (3, 99, 0.0))
+    reasons = [limits.reached(Progress(epoch=epoch, step=step, seconds=seconds)) for epoch, step, seconds in places]
+    assert reasons == ["", "max_steps", "max_duration", "epochs"]
     assert Limits(epochs=1, max_steps=1, max_duration=1).reached(Progress(epoch=1, step=1)) == "epochs"  # of a tie
     assert Limits(max_steps=1, max_duration="1ba").reached(Progress(step=1)) == "max_steps"
     assert Limits(max_duration=2).reached(Progress(epoch=2)) == "max_duration"
@@ -185,45 +167,33 @@ def test_limits_of_fractional_epochs(hundredths: int, size: int) -> None:
     assert progress.step == total == -(-hundredths * size // 100)
 
 
-WRONG_LIMITS: list[tuple[dict[str, Any], str]] = [
-    *(({"epochs": value}, "epochs") for value in (0, -1, True, "3", math.nan)),
-    *(({"max_steps": value}, "max_steps") for value in (0, 2.5, "10")),
-    *(({"max_duration": value}, "max_duration") for value in ("0.5dur", "10", 0)),
-    ({}, "max_duration"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "name"), WRONG_LIMITS)
-def test_limits_reject_wrong_values(arguments: dict[str, Any], name: str) -> None:
-    with pytest.raises(ConfigError, match=f"`{name}`"):
-        Limits(**arguments)
-
-
-def test_share_of_run_needs_length() -> None:
-    with pytest.raises(ConfigError, match=r"0\.3dur"):
-        Duration(0.3, "dur").amount(Progress())
-    with pytest.raises(ConfigError, match=r"0\.3dur"):
-        Every(Duration(0.3, "dur"))
+@pytest.mark.parametrize(("call", "name"), [
+    *((lambda value=value: Limits(epochs=value), "`epochs`") for value in (0, -1, True, "3", math.nan)),
+    *((lambda value=value: Limits(max_steps=value), "`max_steps`") for value in (0, 2.5, "10")),
+    *((lambda value=value: Limits(max_duration=value), "`max_duration`") for value in ("0.5dur", "10", 0)),
+    (Limits, "`max_duration`"),
+    (lambda: Duration(0.3, "dur").amount(Progress()), r"0\.3dur"),  # of a run of unknown length
+    (lambda: Every(Duration(0.3, "dur")), r"0\.3dur"),
+    *((lambda value=value: parse_interval(value, "save_steps"), "`save_steps`") for value in (
+        [], "5ba after", "after 5ba", "5ba after 0ba", "5 after 1ep", ["1ep", None], [[1]])),
+])  # fmt: skip
+def test_limits_and_intervals_reject_wrong_values(call: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        call()
 
 
 def test_fraction_follows_nearest_limit() -> None:
-    limits = Limits(epochs=4, max_steps=10)
-    assert limits.fraction(Progress()) == 0.0
-    assert limits.fraction(Progress(epoch=1, step=2)) == 0.25
-    assert limits.fraction(Progress(epoch=1, step=6)) == 0.6
-    assert limits.fraction(Progress(epoch=9, step=2)) == 1.0
+    limits, places = Limits(epochs=4, max_steps=10), ((0, 0), (1, 2), (1, 6), (9, 2))
+    assert [limits.fraction(Progress(epoch=epoch, step=step)) for epoch, step in places] == [0.0, 0.25, 0.6, 1.0]
 
 
-TOTALS: list[tuple[dict[str, Any], int | None, int | None]] = [
+@pytest.mark.parametrize(("limits", "total", "of_stream"), [
     ({"epochs": 3}, 30, None), ({"epochs": 0.7}, 7, None), ({"epochs": 0.71}, 8, None),
     ({"epochs": 3, "max_steps": 12}, 12, 12), ({"epochs": 3, "max_steps": 99}, 30, 99),
     ({"max_duration": "160sp"}, 20, None), ({"max_duration": "161sp"}, 21, None), ({"max_duration": "25ba"}, 25, 25),
     ({"epochs": 3, "max_duration": "2h"}, 30, None), ({"max_duration": "2h"}, None, None),
     ({"max_duration": "5tok"}, None, None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("limits", "total", "of_stream"), TOTALS)
+])  # fmt: skip
 def test_total_steps_of_first_known_limit(limits: Any, total: int | None, of_stream: int | None) -> None:
     assert Limits(**limits).total_steps(steps_per_epoch=10, samples_per_epoch=80) == total
     assert Limits(**limits).total_steps(None, None) == of_stream
@@ -261,12 +231,6 @@ def test_interval_of_several_rules(value: Any, fired: list[float]) -> None:
     assert fired_steps(value, limits) == fired
     for start in (5, 10, 15):  # a resumed run repeats and skips nothing
         assert fired_steps(value, limits, start) == [step for step in fired if step > start]
-
-
-@pytest.mark.parametrize("value", [[], "5ba after", "after 5ba", "5ba after 0ba", "5 after 1ep", ["1ep", None], [[1]]])
-def test_interval_rejects_wrong_values(value: Any) -> None:
-    with pytest.raises(ConfigError, match="`save_steps`"):
-        parse_interval(value, "save_steps")
 
 
 @pytest.mark.parametrize(("text", "limits", "step"), [

@@ -12,8 +12,8 @@ PERCENT = MetricDescriptor("Hits", unit="%", format=".1f", order=5, higher_is_be
 
 def test_describe_metric_sets_title_unit_format_and_place():
     describe_metric("hits", PERCENT)
-    metrics = MetricsDict()
     row = {"epoch": 1, "step": 10, "eval_loss": 0.5, "eval_f1": 0.25, "eval_hits": 12.34}
+    metrics = MetricsDict()
     metrics.add_valid(row, best=True)
     assert list(sort_for_display(row)) == ["step", "epoch", "eval_hits", "eval_loss", "eval_f1"]
     assert (format_metric("eval_hits", 12.34), format_title("eval_hits")) == ("eval Hits 12.3 %", "eval Hits (%)")
