@@ -56,16 +56,11 @@ def test_yaml_anchors_and_merge_keys(tmp_path: Path) -> None:
 
 
 def test_merged_values_have_lines_of_their_source(tmp_path: Path) -> None:
-    tree = read(
-        written(tmp_path, "a: &a {q: {r: 1,\n t: 2}}\nb: &b {q: 2,\n s: 3}\nc: {<<: [*a, *b]}\nd: {<<: *a, q: 4}\n")
-    )
+    text = "a: &a {q: {r: 1,\n t: 2}}\nb: &b {q: 2,\n s: 3}\nc: {<<: [*a, *b]}\nd: {<<: *a, q: 4}\n"
+    tree = read(written(tmp_path, text))
     assert tree.values["c"] == {"q": {"r": 1, "t": 2}, "s": 3} and tree.values["d"] == {"q": 4}
-    lines = {key[1:]: location.line for key, location in tree.locations.items() if key[:1] == ("c",)}
-    assert lines == {(): 5, ("q",): 1, ("q", "r"): 1, ("q", "t"): 2, ("s",): 4}
-    assert {key: location.line for key, location in tree.locations.items() if key[:1] == ("d",)} == {
-        ("d",): 6,
-        ("d", "q"): 6,
-    }
+    lines = {".".join(key): location.line for key, location in tree.locations.items() if key and key[0] in ("c", "d")}
+    assert lines == {"c": 5, "c.q": 1, "c.q.r": 1, "c.q.t": 2, "c.s": 4, "d": 6, "d.q": 6}
 
 
 @pytest.mark.parametrize(("text", "line", "words"), [
@@ -93,43 +88,36 @@ def test_yaml_error_reports_line(tmp_path: Path, text: str, line: int, words: st
     assert str(caught.value).startswith(f"{path}:{line}: ") and words in str(caught.value)
 
 
-def test_yaml_rejects_empty_and_unreadable_files(tmp_path: Path) -> None:
-    for text in ("", "\n\n", "# only a comment\n"):
-        with pytest.raises(ConfigError, match=r"a\.yaml: the file is empty. It needs at least `trainer:`"):
-            read(written(tmp_path, text))
+def chain(first: str, form: str, count: int) -> str:
+    """Return names of which each has the one before in it, at the places of X."""
+    lines = (f"a{number}: &a{number} {form}".replace("X", f"a{number - 1}") for number in range(1, count))
+    return "\n".join([f"a0: &a0 {first}", *lines])
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    *((text, r"a\.yaml: the file is empty. It needs at least `trainer:`") for text in ("", "\n\n", "# a comment\n")),
+    (chain("[x, x, x, x, x, x, x, x, x, x]", f"[{', '.join(['*X'] * 10)}]", 40), "too many"),
+    (chain("{q: 1}", f"{{<<: [{', '.join(['*X'] * 10)}]}}", 40), "too many"),
+    *((f"a: {'[' * depth}{']' * depth}\n", "nested too deep") for depth in (200, 1100)),
+    ("".join(f"{' ' * number}a:\n" for number in range(150)), "nested too deep"),
+    *((f"a: {number}\n", r"a.yaml:1: 1\d+\.\.\. is too large") for number in ("1" * 5000, 2**64)),
+    (chain("b", "['${X}', '${X}']", 44), r"a.yaml:\d+: references lead to too many"),
+    (chain("b", "'${X}${X}'", 44), r"a.yaml:\d+: references (lead to too many|make a text of more)"),
+    (chain("b", "'${X}'", 400), r"a.yaml:\d+: references lead to too many"),
+])  # fmt: skip
+def test_yaml_rejects_empty_and_excessive_files(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolved(tmp_path, text)
+
+
+def test_yaml_rejects_unreadable_files_and_deep_words(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
     for name in ("nothing.yaml", ".", "latin.yaml"):
         with pytest.raises(ConfigError, match="cannot be read as a configuration"):
             read(tmp_path / name)
-
-
-def test_yaml_rejects_aliases_and_merges_that_multiply(tmp_path: Path) -> None:
-    for first, entry in (("[x, x, x, x, x, x, x, x, x, x]", "[{}]"), ("{q: 1}", "{{<<: [{}]}}")):
-        lines = [f"a0: &a0 {first}"]
-        lines += [f"a{n}: &a{n} {entry.format(', '.join([f'*a{n - 1}'] * 10))}" for n in range(1, 40)]
-        with pytest.raises(ConfigError, match="too many"):
-            read(written(tmp_path, "\n".join(lines)))
-
-
-def test_yaml_rejects_deep_nesting_and_huge_integers(tmp_path: Path) -> None:
-    nested = "".join(f"{' ' * number}a:\n" for number in range(150))
-    for text in (f"a: {'[' * 1100}{']' * 1100}\n", f"a: {'[' * 200}{']' * 200}\n", nested):
-        with pytest.raises(ConfigError, match="nested too deep"):
-            read(written(tmp_path, text))
-    for number in ("1" * 5000, str(2**64)):
-        with pytest.raises(ConfigError, match=r"a.yaml:1: 1\d+\.\.\. is too large"):
-            read(written(tmp_path, f"a: {number}\n"))
     with pytest.raises(ConfigError, match="nested too deep"):
         parse_value("[" * 1100, SourceLocation("--a"))
     assert read(written(tmp_path, f"a: {2**64 - 1}\n")).values == {"a": 2**64 - 1}
-
-
-@pytest.mark.parametrize("kind", ["list", "text", "chain"])
-def test_references_that_multiply_are_rejected(kind: str, tmp_path: Path) -> None:
-    form = {"list": "['${{a{0}}}', '${{a{0}}}']", "text": "'${{a{0}}}${{a{0}}}'", "chain": "'${{a{0}}}'"}[kind]
-    lines = ["a0: some text", *(f"a{number}: {form.format(number - 1)}" for number in range(1, 400))]
-    with pytest.raises(ConfigError, match=r"a.yaml:\d+: references (lead to too many|make a text of more)"):
-        resolved(tmp_path, "\n".join(lines if kind == "chain" else lines[:44]))
 
 
 def test_references_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,25 +162,19 @@ def overridden(word: str, text: str | None) -> dict[str, Any]:
 
 
 PART = {"class_path": "A", "init_args": {"p": 1}}
-OVERRIDES: list[tuple[str, str | None, Any]] = [
-    ("trainer.epochs", "3", 3),
-    ("trainer.epochs", None, ...),
-    ("trainer.new.x", "a", {"x": "a"}),
+
+
+@pytest.mark.parametrize(("word", "text", "value"), [
+    ("trainer.epochs", "3", 3), ("trainer.epochs", None, ...), ("trainer.new.x", "a", {"x": "a"}),
     ("trainer.callbacks.0.p", "2", [{"class_path": "A", "init_args": {"p": 2}}]),
     ("trainer.callbacks.0.init_args.q", "2", [{"class_path": "A", "init_args": {"p": 1, "q": 2}}]),
     ("trainer.callbacks.1.class_path", "B", [PART, {"class_path": "B"}]),
-    ("trainer.callbacks.0", None, []),
-    ("trainer.callbacks", "[]", []),
-    ("trainer.algorithms.0.class_path", "EMA", [{"class_path": "EMA"}]),
-    ("trainer.algorithms.0", "EMA", ["EMA"]),
-    ("trainer.loggers.0.init_args.x", "1", [{"init_args": {"x": 1}}]),
-    ("trainer.sizes.0", "32", {0: 32}),
+    ("trainer.callbacks.0", None, []), ("trainer.callbacks", "[]", []),
+    ("trainer.algorithms.0.class_path", "EMA", [{"class_path": "EMA"}]), ("trainer.algorithms.0", "EMA", ["EMA"]),
+    ("trainer.loggers.0.init_args.x", "1", [{"init_args": {"x": 1}}]), ("trainer.sizes.0", "32", {0: 32}),
     ("trainer.loss_fn.weight", "2", {"class_path": "my.loss", "init_args": {"weight": 2}}),
     ("trainer.class_path", "HFTrainer", "HFTrainer"),
-]
-
-
-@pytest.mark.parametrize(("word", "text", "value"), OVERRIDES)
+])  # fmt: skip
 def test_override_changes_one_value(word: str, text: str | None, value: Any) -> None:
     assert overridden(word, text).get(word.split(".")[1], ...) == value
 
