@@ -87,40 +87,33 @@ def test_checkpointing_keeps_bits_of_transformers_model(trainer_class: Any) -> N
 
 
 def test_checkpointing_frees_activations() -> None:
-    sizes: dict[bool, int] = {False: 0, True: 0}
-    for recomputes in sizes:
-        model = net()
+    sizes = []
+    for recomputes in (False, True):
+        model, saved = net(), list[torch.Tensor]()
         if recomputes:
             recompute_activations(model, True)
-
-        def note(tensor: torch.Tensor, recomputes: bool = recomputes) -> torch.Tensor:
-            sizes[recomputes] += tensor.numel()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor), lambda _: None):  # noqa: B023
             model(torch.randn(64, 4, dtype=torch.float64))
-    assert sizes[True] < sizes[False] / 3
+        sizes.append(sum(tensor.numel() for tensor in saved))
+    assert sizes[1] < sizes[0] / 3
 
 
 def recomputed(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
-def test_checkpointing_finds_blocks() -> None:
-    def layer() -> nn.Module:
-        return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+def layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
 
+
+def test_checkpointing_finds_blocks() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2, enable_nested_tensor=False)
     stages = nn.Sequential(nn.Linear(2, 2), nn.Sequential(layer(), layer()), nn.Sequential(layer()))
-    tree: Any = nn.ModuleDict({"features": nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "head": layer()})
+    tree: Any = nn.ModuleDict({"features": layer(), "head": layer()})
     transformer: Any = bert()
     transformer.supports_gradient_checkpointing = False
-    for model, names in (
-        (encoder, ["layers.0", "layers.1"]),
-        (stages, ["1.0", "1.1", "2.0"]),
-        (tree, ["features", "head"]),
-        (transformer, ["bert.encoder.layer.0"]),
-    ):
+    for model, names in ((encoder, ["layers.0", "layers.1"]), (stages, ["1.0", "1.1", "2.0"]),
+                         (tree, ["features", "head"]), (transformer, ["bert.encoder.layer.0"])):  # fmt: skip
         recompute_activations(model, True)
         assert recomputed(model) == names
     model: Any = net()
@@ -131,13 +124,13 @@ def test_checkpointing_finds_blocks() -> None:
 
 
 def test_checkpointing_rejects_model_without_blocks(trainer_class: Any) -> None:
-    with pytest.raises(ConfigError, match=r"gradient_checkpointing=True.*no blocks in Sequential.*Name the modules"):
-        run(trainer_class, t16(), gradient_checkpointing=True)
-    with pytest.raises(ConfigError, match=r"no module is called 'layer.*begin, end, blocks"):
-        run(trainer_class, net(), gradient_checkpointing=[r"layer\d"])
-    for wrong in ("blocks", [], ["("], 3):
-        with pytest.raises(ConfigError, match="gradient_checkpointing"):
-            run(trainer_class, net(), gradient_checkpointing=wrong)
+    for model, wrong, words in (
+        (t16(), True, r"gradient_checkpointing=True.*no blocks in Sequential.*Name the modules"),
+        (net(), [r"layer\d"], r"no module is called 'layer.*begin, end, blocks"),
+        *((net(), value, "gradient_checkpointing") for value in ("blocks", [], ["("], 3)),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run(trainer_class, model, gradient_checkpointing=wrong)
 
 
 def test_checkpointing_survives_copy_and_pickle() -> None:
@@ -149,12 +142,14 @@ def test_checkpointing_survives_copy_and_pickle() -> None:
 
 
 def test_checkpointing_by_training_arguments(tmp_path: Any) -> None:
-    options: dict[str, Any] = {"use_cpu": True, "report_to": "none", "max_steps": 3, "save_strategy": "no"}
     models = net(), net()
-    run(HFTrainer, models[0], args=TrainingArguments(str(tmp_path), **options), max_steps=None, learning_rate=None)
-    args = TrainingArguments(str(tmp_path), gradient_checkpointing=True, **options)
-    Block.calls = 0
-    trainer, _ = run(HFTrainer, models[1], args=args, max_steps=None, learning_rate=None)
+    for recomputes, model in enumerate(models):
+        args = TrainingArguments(
+            str(tmp_path), use_cpu=True, report_to="none", max_steps=3, save_strategy="no",
+            gradient_checkpointing=bool(recomputes),
+        )  # fmt: skip
+        Block.calls = 0
+        trainer, _ = run(HFTrainer, model, args=args, max_steps=None, learning_rate=None)
     assert same(weights(models[0]), weights(models[1]))
     assert Block.calls == 3 * 2 * 3 and trainer.settings.gradient_checkpointing is True
     with pytest.raises(ConfigError, match="gradient_checkpointing"):

@@ -14,74 +14,51 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recipes import disturb, draw, states
 
-from omnitrain.compute.random_state import (
-    GENERATORS,
-    derive_seed,
-    deterministic,
-    isolated_rng,
-    restore_rng,
-    seed_everything,
-    snapshot_rng,
-)
+from omnitrain.compute import random_state
+from omnitrain.compute.random_state import GENERATORS, derive_seed, deterministic, isolated_rng, seed_everything
 
 TORCH, NUMPY, PYTHON = GENERATORS
-
-MOVES: dict[str, tuple[Any, Callable[[], Any]]] = {
-    "torch": (TORCH, lambda: torch.rand(1)),
-    "torch dropout": (TORCH, lambda: torch.nn.functional.dropout(torch.ones(3))),
-    "torch seeded": (TORCH, lambda: torch.manual_seed(3)),
-    "torch 624 words": (TORCH, lambda: torch.rand(624)),
-    "numpy": (NUMPY, lambda: np.random.rand()),
-    "numpy normal": (NUMPY, lambda: np.random.randn()),
-    "numpy seeded": (NUMPY, lambda: np.random.seed(3)),
-    "numpy seeded by a list": (NUMPY, lambda: np.random.seed([3, 4])),
-    "numpy 624 words": (NUMPY, lambda: np.random.bytes(4 * 624)),
-    "python": (PYTHON, lambda: random.random()),
-    "python normal": (PYTHON, lambda: random.gauss(0, 1)),
-    "python seeded": (PYTHON, lambda: random.seed(3)),
-    "python 624 words": (PYTHON, lambda: random.getrandbits(32 * 624)),
-}
+CPU = torch.device("cpu")
+MOVES: list[tuple[Any, Callable[[], Any]]] = [
+    (TORCH, lambda: torch.rand(1)), (TORCH, lambda: torch.nn.functional.dropout(torch.ones(3))),
+    (TORCH, lambda: torch.manual_seed(3)), (TORCH, lambda: torch.rand(624)),
+    (NUMPY, lambda: np.random.rand()), (NUMPY, lambda: np.random.randn()), (NUMPY, lambda: np.random.seed(3)),
+    (NUMPY, lambda: np.random.seed([3, 4])), (NUMPY, lambda: np.random.bytes(4 * 624)),
+    (PYTHON, lambda: random.random()), (PYTHON, lambda: random.gauss(0, 1)), (PYTHON, lambda: random.seed(3)),
+    (PYTHON, lambda: random.getrandbits(32 * 624)),
+]  # fmt: skip
+"""Draws and seeds, and the generator that each of them moves."""
 STARTS: dict[str, Callable[[], Any]] = {
     "fresh": lambda: None,
     "in the middle": lambda: (torch.rand(5), np.random.rand(5), random.random()),
-    "with a normal number in store, which the next draw takes": lambda: (
-        torch.randn(1),
-        np.random.randn(),
-        random.gauss(0, 1),
-    ),
+    "a normal number in store": lambda: (torch.randn(1), np.random.randn(), random.gauss(0, 1)),
     "seeded by a list": lambda: (np.random.seed([1, 2]), random.seed("text")),
 }
 
 
-def changed(snapshots: list[Any]) -> list[Any]:
-    return [each for each, snapshot in zip(GENERATORS, snapshots, strict=True) if each.has_changed(snapshot)]
-
-
-def restore(snapshots: list[Any]) -> None:
-    for generator, snapshot in zip(GENERATORS, snapshots, strict=True):
-        generator.restore(snapshot)
+def move_all() -> None:
+    for _, move in MOVES:
+        move()
 
 
 @pytest.mark.parametrize("start", STARTS)
 def test_draws_are_detected_and_undone(start: str) -> None:
     STARTS[start]()
-    before, state = states(), snapshot_rng(torch.device("cpu"))
+    before, state = states(), random_state.snapshot_rng(CPU)
     assert set(state) == {"torch", "numpy", "python"}
-    for name, (generator, move) in MOVES.items():
-        snapshots = [each.snapshot() for each in GENERATORS]
-        assert not changed(snapshots), name
+    for generator, move in MOVES:
+        snapshots = {each: each.snapshot() for each in GENERATORS}
+        assert not any(each.has_changed(snapshot) for each, snapshot in snapshots.items())
         move()
-        assert changed(snapshots) == [generator], name
-        restore(snapshots)
-        assert states() == before and not changed(snapshots), name
+        assert [each for each, snapshot in snapshots.items() if each.has_changed(snapshot)] == [generator]
+        generator.restore(snapshots[generator])
+        assert states() == before and not generator.has_changed(snapshots[generator])
     for seed in (None, 5):
-        with isolated_rng(torch.device("cpu"), seed):
-            for _, move in MOVES.values():
-                move()
+        with isolated_rng(CPU, seed):
+            move_all()
         assert states() == before
-    for _, move in MOVES.values():
-        move()
-    restore_rng(state, torch.device("cpu"))
+    move_all()
+    random_state.restore_rng(state, CPU)
     assert states() == before
 
 
@@ -125,12 +102,9 @@ def test_derive_seed_has_64_bits(parts: list[int]) -> None:
 
 
 def test_derive_seed_of_near_inputs() -> None:
-    seeds = {derive_seed(a, b, c) for a in range(10) for b in range(10) for c in range(50)}
-    assert len(seeds) == 5000
-    assert derive_seed(1, 2) != derive_seed(2, 1)
-    assert derive_seed(1) != derive_seed(1, 0)
-    assert len({seed & 0xFFFFFFFF for seed in seeds}) > 4990
-    assert len({seed >> 32 for seed in seeds}) > 4990
+    seeds = {derive_seed(*parts) for parts in itertools.product(range(10), range(10), range(50))}
+    assert len(seeds) == 5000 and derive_seed(1, 2) != derive_seed(2, 1) and derive_seed(1) != derive_seed(1, 0)
+    assert min(len({seed & 0xFFFFFFFF for seed in seeds}), len({seed >> 32 for seed in seeds})) > 4990
 
 
 def test_isolation_nests_and_repeats() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy.stats import kendalltau, pearsonr, spearmanr
 from sklearn import metrics as sk
+from torch import nn
 
 from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.metrics.registry import NamedMetrics
@@ -36,11 +37,9 @@ HITS = {
 }
 """Of labels and predictions: classes, or several labels a sample."""
 CLASS_HITS = HITS | {
-    "balanced_accuracy_score": sk.balanced_accuracy_score,
-    "matthews_corrcoef": sk.matthews_corrcoef,
-    "cohen_kappa": sk.cohen_kappa_score,
-    "neg_zero_one_loss": lambda t, p: -sk.zero_one_loss(t, p),
-}
+    "balanced_accuracy_score": sk.balanced_accuracy_score, "matthews_corrcoef": sk.matthews_corrcoef,
+    "cohen_kappa": sk.cohen_kappa_score, "neg_zero_one_loss": lambda t, p: -sk.zero_one_loss(t, p),
+}  # fmt: skip
 CLASS_SCORES = {
     "top2_accuracy": lambda t, s: sk.top_k_accuracy_score(t, s, k=2, labels=range(s.shape[-1])),
     "top3_accuracy": lambda t, s: sk.top_k_accuracy_score(t, s, k=3, labels=range(s.shape[-1])),
@@ -54,31 +53,34 @@ BY_CLASS = {
     **{name: lambda t, s, function=function: function(t, s.argmax(-1)) for name, function in CLASS_HITS.items()},
     **CLASS_SCORES,
 }
+
+
+def mean_over_columns(function):
+    def mean(t, p):
+        return np.mean([function(a, b)[0] for a, b in zip(np.atleast_2d(t.T), np.atleast_2d(p.T), strict=True)])
+
+    return mean
+
+
 BY_VALUE = {
-    "mse": sk.mean_squared_error,
-    "neg_mean_squared_error": lambda t, p: -sk.mean_squared_error(t, p),
-    "rmse": sk.root_mean_squared_error,
-    "mean_absolute_error": sk.mean_absolute_error,
-    "mape": sk.mean_absolute_percentage_error,
-    "r2": sk.r2_score,
-    "explained_variance": sk.explained_variance_score,
-    "max_error": lambda t, p: np.abs(t - p).max(),
-    "pearson": lambda t, p: np.mean(
-        [pearsonr(a, b)[0] for a, b in zip(np.atleast_2d(t.T), np.atleast_2d(p.T), strict=True)]
-    ),
-}
+    "mse": sk.mean_squared_error, "neg_mean_squared_error": lambda t, p: -sk.mean_squared_error(t, p),
+    "rmse": sk.root_mean_squared_error, "mean_absolute_error": sk.mean_absolute_error,
+    "mape": sk.mean_absolute_percentage_error, "r2": sk.r2_score, "explained_variance": sk.explained_variance_score,
+    "max_error": lambda t, p: np.abs(t - p).max(), "pearson": mean_over_columns(pearsonr),
+}  # fmt: skip
 
 
-def score(names, outputs, labels, batch_size=3, processes=1):
+def score(names, outputs, labels, batch_size=3, processes=1, how=None):
     """Score as a run does: batch by batch on each process, then everything merged into a fresh scorer."""
-    outputs, labels = torch.as_tensor(outputs), torch.as_tensor(labels)
-    scorers = [NamedMetrics(names) for _ in range(processes)]
+    if not (isinstance(labels, list) and isinstance(labels[0], str)):
+        outputs, labels = torch.as_tensor(outputs), torch.as_tensor(labels)
+    scorers = [NamedMetrics(names, how) for _ in range(processes)]
     for i, start in enumerate(range(0, len(labels), batch_size)):
         rows = slice(start, start + batch_size)
         scorers[i % processes].update(outputs[rows], labels[rows])
     if processes == 1:
         return scorers[0].compute()
-    merged = NamedMetrics(names)
+    merged = NamedMetrics(names, how)
     for scorer in scorers:
         merged.merge(scorer.state())
     return merged.compute()
@@ -115,12 +117,16 @@ def test_metrics_of_classes_equal_scikit_learn(drawn):
     assert scores == pytest.approx(expect(BY_CLASS, labels, outputs), rel=1e-12, nan_ok=True)
 
 
-def test_metrics_of_values_equal_scikit_learn(drawn):
-    samples, columns = drawn.size(2), drawn.size(1, 3)
-    labels = drawn.normal(samples, columns) * 3 + 1
-    outputs = labels + drawn.normal(samples, columns)
+def test_metrics_of_values_equal_scikit_learn_and_scipy(drawn):
+    size = drawn.size(3), drawn.size(1, 3)
+    labels = drawn.normal(*size) * 3 + 1
+    outputs = labels + drawn.normal(*size)
     scores = score(list(BY_VALUE), outputs, labels, *drawn.cut)
     assert scores == pytest.approx(expect(BY_VALUE, labels, outputs), rel=1e-9)
+    labels = drawn.random.exponential(size=size)  # for logarithms, medians and rankings
+    outputs = labels * drawn.random.uniform(0.5, 2, size=size)
+    scores = score(list(BY_PAIRS), outputs, labels, *drawn.cut)
+    assert scores == pytest.approx(expect(BY_PAIRS, labels, outputs), rel=1e-9)
 
 
 def test_references_cover_every_name():
@@ -203,18 +209,15 @@ def test_class_dimension_is_that_of_earlier_batches():
 
 
 def test_integer_predictions_are_classes():
-    labels, predicted = torch.tensor([-1, 1, 1, -1, 7, -100]), torch.tensor([-1, 1, -1, -1, 3, 5])
-    scores = score(["accuracy", "f1_macro"], predicted, labels, 2, 2)
-    true, guess = labels[:-1].numpy(), predicted[:-1].numpy()
-    assert scores == pytest.approx({"accuracy": 0.6, "f1_macro": sk.f1_score(true, guess, average="macro")}, rel=1e-12)
-    assert score(["f1"], predicted[:4], labels[:4])["f1"] == pytest.approx(sk.f1_score(true[:4], guess[:4]))
+    labels, predicted = np.array([-1, 1, 1, -1, 7, -100]), np.array([-1, 1, -1, -1, 3, 5])
+    expected = {"accuracy": 0.6, "f1_macro": sk.f1_score(labels[:-1], predicted[:-1], average="macro")}
+    assert score([*expected], predicted, labels, 2, 2) == pytest.approx(expected, rel=1e-12)
+    assert score(["f1"], predicted[:4], labels[:4])["f1"] == pytest.approx(sk.f1_score(labels[:4], predicted[:4]))
 
 
 def test_many_classes_and_pairs_need_little_memory():
     classes, samples = 60_000, 50
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(classes, (samples,), generator=generator)
-    outputs = torch.rand(samples, classes, generator=generator)
+    labels, outputs = torch.randint(classes, (samples,)), torch.rand(samples, classes)
     outputs[torch.arange(0, samples, 2), labels[::2]] = 2.0
     scorer = NamedMetrics(["accuracy", "f1_macro"])
     for rows in torch.arange(samples).split(7):
@@ -224,25 +227,21 @@ def test_many_classes_and_pairs_need_little_memory():
     assert scorer.compute() == pytest.approx(expected, rel=1e-12)
     arrays = [value for value in scorer.state()["statistics"][0].values() if isinstance(value, np.ndarray)]
     assert sum(array.nbytes for array in arrays) < 16 * 2 * samples
-    random = np.random.default_rng(0)
-    labels, predicted = random.integers(0, 5000, 300_000), random.integers(0, 5000, 300_000)
+    labels, predicted = np.random.randint(0, 5000, (2, 300_000))
     predicted[::3] = labels[::3]
     assert score(["accuracy"], predicted, labels, 30_000)["accuracy"] == sk.accuracy_score(labels, predicted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_scores_of_any_float_type_are_read(dtype):
-    generator = torch.Generator().manual_seed(0)
-    outputs = torch.randn(30, CLASSES, generator=generator).to(dtype)
-    labels = torch.arange(30) % CLASSES
-    exact = outputs.double().numpy()
-    names = ["accuracy", "log_loss", "roc_auc"]
-    expected = expect({name: BY_CLASS[name] for name in names}, labels.numpy(), exact)
-    assert score(names, outputs, labels, 4) == pytest.approx(expected, rel=1e-6)
+    outputs, labels = torch.randn(30, CLASSES).to(dtype), torch.arange(30) % CLASSES
+    reference = {name: BY_CLASS[name] for name in ("accuracy", "log_loss", "roc_auc")}
+    expected = expect(reference, labels.numpy(), outputs.double().numpy())
+    assert score([*reference], outputs, labels, 4) == pytest.approx(expected, rel=1e-6)
 
 
 def test_log_loss_is_summed_in_chunks(monkeypatch):
-    outputs, labels = torch.randn(10, 6, CLASSES, generator=torch.Generator().manual_seed(1)), torch.zeros(10, 6).long()
+    outputs, labels = torch.randn(10, 6, CLASSES), torch.zeros(10, 6).long()
     whole = score(["log_loss"], outputs, labels, 10)
     monkeypatch.setattr("omnitrain.metrics.classification.CrossEntropySums.CHUNK", 50)
     assert score(["log_loss"], outputs, labels, 10) == pytest.approx(whole)
@@ -347,33 +346,22 @@ def test_outputs_are_taken_from_tuples_and_mappings():
 
 
 TWO_CLASSES = HITS | {
-    "balanced_accuracy": sk.balanced_accuracy_score,
     **{name: getattr(sk, f"{name}_score") for name in ("f1", "precision", "recall", "jaccard")},
-    "f2": partial(sk.fbeta_score, beta=2),
-    "fbeta_0.5_macro": partial(sk.fbeta_score, beta=0.5, average="macro"),
-    "specificity": partial(sk.recall_score, pos_label=0),
-    "mcc": sk.matthews_corrcoef,
-    "cohen_kappa": sk.cohen_kappa_score,
-    "acc": sk.accuracy_score,
-    "iou": sk.jaccard_score,
-    "miou": partial(sk.jaccard_score, average="macro"),
-    "dice": sk.f1_score,
-    "sensitivity": sk.recall_score,
-}
+    "balanced_accuracy": sk.balanced_accuracy_score, "f2": partial(sk.fbeta_score, beta=2),
+    "fbeta_0.5_macro": partial(sk.fbeta_score, beta=0.5, average="macro"), "mcc": sk.matthews_corrcoef,
+    "specificity": partial(sk.recall_score, pos_label=0), "cohen_kappa": sk.cohen_kappa_score,
+    "acc": sk.accuracy_score, "iou": sk.jaccard_score, "miou": partial(sk.jaccard_score, average="macro"),
+    "dice": sk.f1_score, "sensitivity": sk.recall_score,
+}  # fmt: skip
 TWO_CLASS_SCORES = {
-    "auc": sk.roc_auc_score,
-    "auroc": sk.roc_auc_score,
-    "average_precision": sk.average_precision_score,
-    "log_loss": sk.log_loss,
-    "brier_score": sk.brier_score_loss,
-}
+    "auc": sk.roc_auc_score, "auroc": sk.roc_auc_score, "average_precision": sk.average_precision_score,
+    "log_loss": sk.log_loss, "brier_score": sk.brier_score_loss,
+}  # fmt: skip
 BY_PAIRS = {
-    "msle": sk.mean_squared_log_error,
-    "rmsle": sk.root_mean_squared_log_error,
-    "median_absolute_error": sk.median_absolute_error,
-    "spearman": lambda t, p: np.mean([spearmanr(a, b)[0] for a, b in zip(t.T, p.T, strict=True)]),
-    "kendall": lambda t, p: np.mean([kendalltau(a, b)[0] for a, b in zip(t.T, p.T, strict=True)]),
-}
+    "msle": sk.mean_squared_log_error, "rmsle": sk.root_mean_squared_log_error,
+    "median_absolute_error": sk.median_absolute_error, "spearman": mean_over_columns(spearmanr),
+    "kendall": mean_over_columns(kendalltau),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("as_probabilities", [False, True], ids=["logits", "probabilities"])
@@ -415,12 +403,8 @@ def test_one_hot_labels_score_like_classes(dtype):
 
 def test_loss_decides_whether_single_labels_are_one_hot():
     labels, outputs = torch.eye(3), torch.tensor([[2.0, 1.0, -1.0], [-1.0, 2.0, -1.0], [-1.0, -1.0, 2.0]])
-    scores = []
-    for loss in (torch.nn.BCEWithLogitsLoss(), torch.nn.CrossEntropyLoss(), None):
-        metrics = NamedMetrics(["accuracy"], scores_for(loss))
-        metrics.update(outputs, labels)
-        scores.append(metrics.compute()["accuracy"])
-    assert scores == [pytest.approx(2 / 3), 1.0, 1.0]
+    for loss, expected in ((torch.nn.BCEWithLogitsLoss(), 2 / 3), (torch.nn.CrossEntropyLoss(), 1.0), (None, 1.0)):
+        assert score(["accuracy"], outputs, labels, how=scores_for(loss)) == pytest.approx({"accuracy": expected})
 
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.uint8])
@@ -429,13 +413,10 @@ def test_loss_decides_which_label_is_ignored(dtype):
     first = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
     outputs = torch.stack([first, torch.full((2, 3), 0.5)], dim=1)  # class 0 but for one pixel
     for predictions in (outputs, outputs.argmax(1)):
-        metrics = NamedMetrics(["accuracy", "miou"], scores_for(torch.nn.CrossEntropyLoss(ignore_index=255)))
-        metrics.update(predictions, labels)
-        assert metrics.compute() == pytest.approx({"accuracy": 3 / 4, "miou": (2 / 3 + 1 / 2) / 2})
-    plain = NamedMetrics(["accuracy"], scores_for(torch.nn.CrossEntropyLoss()))
-    plain.update(outputs, labels)
+        scores = score(["accuracy", "miou"], predictions, labels, how=scores_for(nn.CrossEntropyLoss(ignore_index=255)))
+        assert scores == pytest.approx({"accuracy": 3 / 4, "miou": (2 / 3 + 1 / 2) / 2})
     with pytest.raises(DataError, match=r"2 labels are outside 0\.\.1.*`ignore_index`"):
-        plain.compute()
+        score(["accuracy"], outputs, labels, how=scores_for(nn.CrossEntropyLoss()))
 
 
 def test_loss_decides_whether_scores_are_logits(caplog):
@@ -449,9 +430,7 @@ def test_loss_decides_whether_scores_are_logits(caplog):
         scores.append(value)
     assert scores == pytest.approx([2 / 3, 2 / 3, 2 / 3])
     assert score(["recall"], outputs, labels) == {"recall": 0.5}
-    logits = NamedMetrics(["recall"], scores_for(torch.nn.BCEWithLogitsLoss()))
-    logits.update(outputs, labels)
-    assert logits.compute() == {"recall": 1.0}
+    assert score(["recall"], outputs, labels, how=scores_for(nn.BCEWithLogitsLoss())) == {"recall": 1.0}
     assert sum("take them for probabilities" in record.message for record in caplog.records) == 2  # once each
 
 
@@ -469,9 +448,8 @@ def test_class_probabilities_are_read_as_such(caplog):
         single = score(list(names), outputs.astype(np.float32), labels, 7, processes)
         assert single == pytest.approx(expected, rel=1e-5)
     assert "within 0 and 1 and sum to one, so metrics take them for probabilities" in caplog.text
-    known = NamedMetrics(["log_loss"], scores_for(torch.nn.CrossEntropyLoss()))
-    known.update(torch.as_tensor(outputs), torch.as_tensor(labels))
-    assert known.compute()["log_loss"] == pytest.approx(sk.log_loss(labels, softmax(outputs)))
+    known = score(["log_loss"], outputs, labels, how=scores_for(nn.CrossEntropyLoss()))
+    assert known == pytest.approx({"log_loss": sk.log_loss(labels, softmax(outputs))})
 
 
 def test_nan_scores_give_nan_and_warn_once(caplog):
@@ -494,22 +472,6 @@ def test_nan_scores_give_nan_and_warn_once(caplog):
 
 def test_text_labels_are_compared_with_text():
     labels, predicted = ["cat", "dog", "cat", "eel"], ["cat", "cat", "cat", "eel"]
-    names = ["accuracy", "f1_macro", "cohen_kappa", "hamming_loss"]
-    expected = {
-        "accuracy": 0.75, "f1_macro": sk.f1_score(labels, predicted, average="macro"),
-        "cohen_kappa": sk.cohen_kappa_score(labels, predicted), "hamming_loss": 0.25,
-    }  # fmt: skip
-    first, rest = NamedMetrics(names), NamedMetrics(names)
-    first.update(predicted[:1], labels[:1])
-    rest.update(predicted[1:], labels[1:])
-    first.merge(rest.state())
-    assert first.compute() == pytest.approx(expected)
-
-
-def test_metrics_of_pairs_equal_scikit_learn_and_scipy(drawn):
-    """Logarithms, medians and rankings."""
-    size = drawn.size(3), drawn.size(1, 3)
-    labels = drawn.random.exponential(size=size)
-    outputs = labels * drawn.random.uniform(0.5, 2, size=size)
-    scores = score(list(BY_PAIRS), outputs, labels, *drawn.cut)
-    assert scores == pytest.approx(expect(BY_PAIRS, labels, outputs), rel=1e-9)
+    names = ("accuracy", "f1_macro", "cohen_kappa", "hamming_loss")
+    expected = expect({name: CLASS_HITS[name] for name in names}, labels, predicted)
+    assert score([*names], predicted, labels, 1, 2) == pytest.approx(expected)

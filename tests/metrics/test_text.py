@@ -12,7 +12,7 @@ from torch import nn
 from torchmetrics.text import CharErrorRate, CHRFScore, SacreBLEUScore, WordErrorRate
 from transformers import Seq2SeqTrainingArguments
 
-from omnitrain import AccelerateTrainer, HFTrainer, StepOutput, Trainer
+from omnitrain import HFTrainer, StepOutput
 from omnitrain.core.errors import ConfigError, DataError, MissingExtraError
 from omnitrain.metrics.scorer import make_scorer
 
@@ -28,8 +28,7 @@ class Words:
         assert skip_special_tokens
         return [" ".join(f"w{token}" for token in row if token) for row in rows]
 
-    def save_pretrained(self, folder: str) -> None:
-        raise NotImplementedError
+    save_pretrained = print
 
 
 class Letters(Words):
@@ -110,13 +109,11 @@ class Speaker(nn.Module):
         return StepOutput(self(batch), [SAID[n] for n in numbers], [MEANT[n] for n in numbers])
 
 
-@pytest.mark.parametrize("cls", [Trainer, AccelerateTrainer, HFTrainer])
-def test_trainers_take_text_metrics_by_name(cls: Any) -> None:
-    rows = [{"number": number} for number in range(4)]
-    unit = Speaker()
+def test_trainers_take_text_metrics_by_name(trainer_class: Any) -> None:
+    rows, unit = [{"number": number} for number in range(4)], Speaker()
+    options: dict[str, Any] = {"unit": unit, "compute_metrics": NAMES, "optimization_metric": "wer"}
     for size in (1, 3):
-        options: dict[str, Any] = {"unit": unit, "compute_metrics": NAMES, "eval_batch_size": size}
-        results = cls(unit, rows, rows, optimization_metric="wer", progress_bar=False, **options).evaluate()
+        results = trainer_class(unit, rows, rows, progress_bar=False, eval_batch_size=size, **options).evaluate()
         assert {name: results[f"eval_{name}"] for name in NAMES} == expected()
 
 
@@ -125,9 +122,6 @@ def test_generated_answers_are_scored_by_name(tmp_path: Any) -> None:
         output_dir=str(tmp_path), predict_with_generate=True, generation_max_length=6, report_to=[], disable_tqdm=True
     )
     trainer = HFTrainer(t5(), arguments, compute_metrics=["wer", "chrf"], processing_class=Words())
-    data = Tokens(5, "pairs")
-    predictions = trainer.predict(data)
-    decode = Words().batch_decode
-    said = decode(predictions.predictions.tolist(), True)
-    meant = decode([[t for t in row if t != -100] for row in predictions.labels.tolist()], True)
-    assert predictions.metrics["test_wer"] == float(WordErrorRate()(said, meant))
+    predictions, labels, metrics = trainer.predict(Tokens(5, "pairs"))
+    texts = (Words().batch_decode(tokens.clip(0).tolist(), True) for tokens in (predictions, labels))
+    assert metrics["test_wer"] == float(WordErrorRate()(*texts))

@@ -71,25 +71,20 @@ def test_demo_reports_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not (tmp_path / "demo").exists()
 
 
-def both(kind: str, layout: str, hits: int, misses: int) -> tuple[float, float]:
-    """Return a metric as it is computed here, and by scikit-learn."""
-    labels = np.arange(hits + misses) % 2
-    predicted = np.where(np.arange(hits + misses) < hits, labels, 1 - labels)
-    metrics = NamedMetrics([kind])
-    inputs: dict[str, tuple[Any, Any]] = {
-        "text": ([f"class {number}" for number in predicted], [f"class {number}" for number in labels]),
-        "one score": (torch.tensor(predicted * 2.0 - 1), torch.tensor(labels)),
-        "class scores": (nn.functional.one_hot(torch.tensor(predicted), 2).double(), torch.tensor(labels)),
-        "classes": (torch.tensor(predicted), torch.tensor(labels)),
-    }
-    metrics.update(*inputs[layout])
-    function = getattr(sk, "accuracy_score" if kind == "accuracy" else kind)
-    return metrics.compute()[kind], float(function(labels, predicted))
+LAYOUTS: dict[str, Any] = {
+    "text": lambda predicted, labels: [[f"class {number}" for number in numbers] for numbers in (predicted, labels)],
+    "one score": lambda predicted, labels: (predicted * 2.0 - 1, labels),
+    "class scores": lambda predicted, labels: (nn.functional.one_hot(predicted, 2).double(), labels),
+    "classes": lambda predicted, labels: (predicted, labels),
+}
 
 
 @pytest.mark.parametrize("kind", sorted(FROM_HITS))
-@pytest.mark.parametrize("layout", ["class scores", "classes", "one score", "text"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_metrics_of_hits_equal_scikit_learn_to_the_bit(kind: str, layout: str) -> None:
     for hits, misses in ((0, 3), (2, 1), (7, 0), (1, 48), (333, 667)):
-        ours, reference = both(kind, layout, hits, misses)
-        assert ours == reference, (hits, misses)
+        metrics, labels = NamedMetrics([kind]), torch.arange(hits + misses) % 2
+        predicted = torch.where(torch.arange(hits + misses) < hits, labels, 1 - labels)
+        metrics.update(*LAYOUTS[layout](predicted, labels))
+        function = getattr(sk, "accuracy_score" if kind == "accuracy" else kind)
+        assert metrics.compute()[kind] == float(function(labels, predicted)), (hits, misses)
