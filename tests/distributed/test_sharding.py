@@ -23,7 +23,7 @@ from tiny import Tokens, llama, t5
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers import Trainer as Stock
 
-from omnitrain import AccelerateTrainer, HFTrainer
+from omnitrain import HFTrainer
 from omnitrain.core.errors import ConfigError
 
 AUTO: dict[str, Any] = {
@@ -58,9 +58,25 @@ LAUNCHED = {
 }
 
 
+WRAPPED = {
+    "whole": ["DistributedDataParallel", "Parameter"], "fsdp": ["FSDPLlamaForCausalLM", "DTensor"],
+    "zero2": ["DeepSpeedEngine", "Parameter"], "zero3": ["DeepSpeedEngine", "Parameter of nothing"],
+    "configured": ["DeepSpeedEngine", "Parameter"],
+}  # fmt: skip
+"""What the models and parameters of trainers are."""
+
+
 def correct(prediction: Any) -> dict[str, float]:
     counted = prediction.label_ids != -100
     return {"accuracy": float((prediction.predictions == prediction.label_ids)[counted].mean()), "rows": len(counted)}
+
+
+def logged(trainer: Any, *names: str) -> dict[str, Any]:
+    """Train with a `Trace`, and return the losses and other numbers of all steps by name."""
+    (trace,) = (callback for callback in trainer.lifecycle.callbacks if isinstance(callback, Trace))
+    trace.logs.clear()
+    trainer.train()
+    return {name: [row[name] for row in trace.logs] for name in ("loss", *names)}
 
 
 def arguments(folder: str, kind: Any = TrainingArguments, **options: Any) -> Any:
@@ -77,29 +93,25 @@ def arguments(folder: str, kind: Any = TrainingArguments, **options: Any) -> Any
 def speaker(args: TrainingArguments, model: Any = None, **options: Any) -> HFTrainer:
     return HFTrainer(
         model or llama(current_rank()).float(), args, Tokens(29), Tokens(7), compute_metrics=correct,
-        preprocess_logits_for_metrics=lambda logits, _: logits.argmax(-1), optimization_metric="accuracy", **options,
+        preprocess_logits_for_metrics=lambda logits, _: logits.argmax(-1), optimization_metric="accuracy",
+        callbacks=[Trace()], **options,
     )  # fmt: skip
 
 
 def speak(backend: str, way: str, folder: str) -> dict[str, Any]:
     """Train a language model with transformers' optimizer of two groups; evaluate, predict and save it."""
-    trace = Trace()
-    trainer = speaker(arguments(folder, **WAYS[way]), callbacks=[trace], stock_checkpoints=True)
+    trainer = speaker(arguments(folder, **WAYS[way]), stock_checkpoints=True)
     wrapped, part = type(trainer.model_wrapped).__name__, type(next(trainer.model.parameters())).__name__
     part += " of nothing" if not next(trainer.model.parameters()).numel() else ""
-    metrics = trainer.train()
+    numbers = logged(trainer, "grad_norm", "learning_rate")
     predicted = trainer.predict(Tokens(7))
     trainer.save_model(f"{folder}/model")
     return {
-        "made of": [wrapped, part, len(trainer.optimizer.param_groups)],
-        "losses": [row["loss"] for row in trace.logs],
-        "norms": [row["grad_norm"] for row in trace.logs],
-        "rates": [row["learning_rate"] for row in trace.logs],
+        **numbers, "made of": [wrapped, part], "groups": len(trainer.optimizer.param_groups),
         "their losses": [row["loss"] for row in trainer.engine.state.log_history if "loss" in row],
-        "valid": metrics["valid"],
-        "predictions": predicted.predictions.tolist(),
+        "valid": trainer.metrics["valid"], "predictions": predicted.predictions.tolist(),
         "tensors": tensors_of(trainer),
-    }
+    }  # fmt: skip
 
 
 def load_in_parts(backend: str, folder: str, model: str) -> dict[str, Any]:
@@ -110,23 +122,20 @@ def load_in_parts(backend: str, folder: str, model: str) -> dict[str, Any]:
     args = arguments(folder, **WAYS["zero3"])
     deepspeed.init_distributed("gloo")  # on GPUs the arguments do it
     loaded = LlamaForCausalLM.from_pretrained(model)
-    trace, empty = Trace(), not next(loaded.parameters()).numel()
-    trainer = fit(speaker(args, loaded, callbacks=[trace]))
+    empty, trainer = not next(loaded.parameters()).numel(), speaker(args, loaded)
+    numbers = logged(trainer)
     trainer.save_model(f"{folder}/model")
-    return {"empty": empty, "losses": [row["loss"] for row in trace.logs]}
+    return {**numbers, "empty": empty}
 
 
 def start(backend: str, way: str) -> dict[str, Any]:
     """Train with the environment of a launcher."""
-    trace = Trace()
     with mock.patch.dict(os.environ, LAUNCHED[way]):
         trainer = HFTrainer(
-            t16(dtype=torch.float32), None, rows(20, torch.float32), loss_fn=F.mse_loss, callbacks=[trace], log_steps=1,
-            learning_rate=0.05, max_steps=4, batch_size=2, progress_bar=False,
+            t16(dtype=torch.float32), None, rows(20, torch.float32), loss_fn=F.mse_loss, log_steps=1,
+            learning_rate=0.05, max_steps=4, batch_size=2, progress_bar=False, callbacks=[Trace()],
         )  # fmt: skip
-        wrapped = type(trainer.model_wrapped).__name__
-        trainer.train()
-    return {"wrapped": wrapped, "losses": [row["loss"] for row in trace.logs]}
+        return {"wrapped": type(trainer.model_wrapped).__name__, **logged(trainer)}
 
 
 def two_groups(parameters: Any) -> torch.optim.Optimizer:
@@ -136,33 +145,28 @@ def two_groups(parameters: Any) -> torch.optim.Optimizer:
 
 def train_twice(backend: str) -> dict[str, Any]:
     """Train two parameter groups, and once more from there."""
-    trace = Trace()
-    trainer = fit(make_trainer(
+    trainer = make_trainer(
         backend, t16(dtype=torch.float32), rows(20, torch.float32), loss_fn=F.mse_loss, optimizer=two_groups,
-        max_steps=4, batch_size=2, lr_scheduler="linear", callbacks=[trace],
-    ))  # fmt: skip
-    trainer.train()
-    return {"losses": [row["loss"] for row in trace.logs], "rates": [row["learning_rate"] for row in trace.logs]}
+        max_steps=4, batch_size=2, lr_scheduler="linear", callbacks=[Trace()],
+    )  # fmt: skip
+    return {"first": logged(trainer, "learning_rate"), "second": logged(trainer, "learning_rate")}
 
 
 def by_configuration(backend: str, configured: bool) -> dict[str, Any]:
     """Train with AdamW, made by DeepSpeed from its configuration, or by the trainer."""
-    params = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
-    config = {
-        "zero_optimization": {"stage": 3},
-        **({"optimizer": {"type": "AdamW", "params": params}} if configured else {}),
-    }
-    trace = Trace()
-    AccelerateTrainer(
-        t16(dtype=torch.float32), rows(20, torch.float32), loss_fn=F.mse_loss, max_steps=5, batch_size=2, log_steps=1,
-        learning_rate=0.05, weight_decay=0.1, deepspeed_config=config, callbacks=[trace], progress_bar=False,
-    ).train()  # fmt: skip
-    return {"losses": [row["loss"] for row in trace.logs]}
+    config: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+    if configured:
+        params = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
+        config["optimizer"] = {"type": "AdamW", "params": params}
+    return logged(make_trainer(
+        backend, t16(dtype=torch.float32), rows(20, torch.float32), loss_fn=F.mse_loss, max_steps=5, batch_size=2,
+        learning_rate=0.05, weight_decay=0.1, deepspeed_config=config, callbacks=[Trace()],
+    ))  # fmt: skip
 
 
 def initialize_again(backend: str, way: str, folder: str) -> dict[str, Any]:
     """Train a model of `model_init` twice, after another trainer was made; then search for a learning rate."""
-    trace, models = Trace(), list[weakref.ref[Any]]()
+    models = list[weakref.ref[Any]]()
 
     def make(trial: Any) -> Any:
         model = t16(dtype=torch.float32)
@@ -174,13 +178,12 @@ def initialize_again(backend: str, way: str, folder: str) -> dict[str, Any]:
         **PLAIN[way],
     )  # fmt: skip
     trainer = HFTrainer(
-        None, args, rows(20, torch.float32), rows(6, torch.float32), loss_fn=F.mse_loss, callbacks=[trace],
-        model_init=make,
+        None, args, rows(20, torch.float32), rows(6, torch.float32), loss_fn=F.mse_loss, model_init=make,
+        callbacks=[Trace()],
     )  # fmt: skip
     make_trainer("hf2", t16(dtype=torch.float32), rows(20, torch.float32), loss_fn=F.mse_loss)
-    trainer.train()
-    trainer.train()
-    losses, kind, before = [row["loss"] for row in trace.logs], type(trainer.model_wrapped).__name__, trainer.evaluate()
+    losses = [logged(trainer)["loss"], logged(trainer)["loss"]]
+    kind, before = type(trainer.model_wrapped).__name__, trainer.evaluate()
 
     def space(trial: Any) -> dict[str, Any]:
         return {"learning_rate": trial.suggest_categorical("learning_rate", [0.05, 1e-4])}
@@ -191,24 +194,20 @@ def initialize_again(backend: str, way: str, folder: str) -> dict[str, Any]:
     best = trainer.hyperparameter_search(space, n_trials=2, sampler=sampler, backend="optuna")
     gc.collect()
     return {
-        "made of": kind,
-        "losses": losses,
-        "objective": best.objective if trainer.is_main_process else None,
-        "is unchanged": trainer.evaluate() == before,
-        "alive": sum(model() is not None for model in models),
-    }
+        "made of": kind, "losses": losses, "objective": best.objective if trainer.is_main_process else None,
+        "is unchanged": trainer.evaluate() == before, "alive": sum(model() is not None for model in models),
+    }  # fmt: skip
 
 
 def initialize_again_by_configuration(backend: str, folder: str) -> dict[str, Any]:
     """Train a model of `model_init` twice, on the schedule of DeepSpeed's configuration."""
-    trace, config = Trace(), {**PLAIN["zero2"]["deepspeed"], "scheduler": SCHEDULE}
+    config = {**PLAIN["zero2"]["deepspeed"], "scheduler": SCHEDULE}
     args = arguments(folder, max_steps=3, save_strategy="no", eval_strategy="no", deepspeed=config)
     trainer = fit(HFTrainer(
-        None, args, rows(20, torch.float32), loss_fn=F.mse_loss, callbacks=[trace],
-        model_init=lambda: t16(dtype=torch.float32),
+        None, args, rows(20, torch.float32), loss_fn=F.mse_loss, model_init=lambda: t16(dtype=torch.float32),
+        callbacks=[Trace()],
     ))  # fmt: skip
-    trainer.train()
-    return {"rates": [row["learning_rate"] for row in trace.logs]}
+    return logged(trainer, "learning_rate")
 
 
 def generate(backend: str, way: str, folder: str) -> dict[str, Any]:
@@ -252,28 +251,20 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[dict
 @pytest.mark.parametrize("way", thinned(WAYS, ["whole", "fsdp", "zero3"]))
 def test_arguments_shard_and_change_no_number(results: Any, way: str) -> None:
     """A language model with masked prompts trains, is evaluated and predicts as an unsharded one on one process."""
-    wrapped = {
-        "whole": ["DistributedDataParallel", "Parameter", 2],
-        "fsdp": ["FSDPLlamaForCausalLM", "DTensor", 2],
-        "zero2": ["DeepSpeedEngine", "Parameter", 2],
-        "zero3": ["DeepSpeedEngine", "Parameter of nothing", 2],
-        "configured": ["DeepSpeedEngine", "Parameter", 1],
-    }
-    assert results[way][1]["made of"] == wrapped[way]
     (expected,) = results["single"]
     assert [row["eval_rows"] for row in expected["valid"]] == [7] * 2
     for result in results[way]:
+        assert result["made of"] == WRAPPED[way]
         if way == "configured":  # another schedule: these are the rates of each update; a stock Trainer logs the next
-            assert result["rates"] == pytest.approx([0.0, 0.0, 0.025] + 2 * [0.05])
-            assert gap(result["losses"][:2], expected["losses"][:2]) < 1e-5
+            assert result["learning_rate"] == pytest.approx([0.0, 0.0, 0.025] + 2 * [0.05]) and result["groups"] == 1
+            assert gap(result["loss"][:2], expected["loss"][:2]) < 1e-5
         else:
-            assert gap({**result, "made of": 0}, {**expected, "made of": 0}) < 1e-5
+            assert gap({**result, "made of": 0}, {**expected, "made of": 0}) < 1e-5 and result["groups"] == 2
 
 
 def test_model_loaded_in_parts_trains_and_saves_exactly(results: Any, folder: Path) -> None:
     for result in results["parts"]:
-        assert result["empty"]
-        assert gap(result["losses"], results["zero3"][0]["losses"]) < 1e-6
+        assert result["empty"] and gap(result["loss"], results["zero3"][0]["loss"]) < 1e-6
     weights = load_file(folder / "parts/model/model.safetensors")
     assert gap(weights, load_file(folder / "zero3/model/model.safetensors")) < 1e-6
 
@@ -281,13 +272,15 @@ def test_model_loaded_in_parts_trains_and_saves_exactly(results: Any, folder: Pa
 @pytest.mark.parametrize("way", ["fsdp", "zero3"])
 def test_stock_trainer_resumes_from_sharded_weights(results: Any, folder: Path, way: str) -> None:
     assert results[way]
-    state = torch.load(folder / way / "checkpoint-3/optimizer.pt", weights_only=True)
-    expected = torch.load(folder / "whole" / "checkpoint-3/optimizer.pt", weights_only=True)
-    assert state["state"].keys() == expected["state"].keys()
-    for number, entries in expected["state"].items():
-        for name in ("exp_avg", "exp_avg_sq"):
-            assert type(state["state"][number][name]) is torch.Tensor
-            assert gap(state["state"][number][name], entries[name]) < 1e-6
+    state, expected = (
+        torch.load(folder / name / "checkpoint-3/optimizer.pt", weights_only=True) for name in (way, "whole")
+    )
+    moments, reference = (
+        {number: [entries["exp_avg"], entries["exp_avg_sq"]] for number, entries in optimizer["state"].items()}
+        for optimizer in (state, expected)
+    )
+    assert {type(tensor) for tensors in moments.values() for tensor in tensors} == {torch.Tensor}
+    assert gap(moments, reference) < 1e-6
     groups = [[group["params"] for group in optimizer["param_groups"]] for optimizer in (state, expected)]
     assert groups[0] == groups[1]
     args = arguments(str(folder / "stock"), save_strategy="no", eval_strategy="no")
@@ -299,36 +292,35 @@ def test_stock_trainer_resumes_from_sharded_weights(results: Any, folder: Path, 
 def test_launcher_shards_without_training_arguments(results: Any) -> None:
     for way, wrapped in {"fsdp": "FSDPSequential", "zero2": "DeepSpeedEngine"}.items():
         assert [result["wrapped"] for result in results[f"launched-{way}"]] == [wrapped] * 2
-    assert gap(results["launched-fsdp"][0]["losses"], results["launched-zero2"][0]["losses"]) < 1e-5
+    assert gap(results["launched-fsdp"][0]["loss"], results["launched-zero2"][0]["loss"]) < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["fsdp", "zero2"])
 def test_model_init_is_sharded_again_for_each_run(results: Any, way: str) -> None:
-    wrapped = {"fsdp": "FSDPSequential", "zero2": "DeepSpeedEngine"}[way]
     for result, expected in zip(results[f"model_init-{way}"], results["model_init-whole"], strict=True):
-        assert result["made of"] == wrapped
+        assert result["made of"] == {"fsdp": "FSDPSequential", "zero2": "DeepSpeedEngine"}[way]
         assert result["is unchanged"] and result["alive"] == 1
-        assert result["losses"][3:] == pytest.approx(result["losses"][:3], abs=1e-6) and len(result["losses"]) == 6
+        assert gap(*result["losses"]) < 1e-6 and len(result["losses"][0]) == 3
         assert gap({**result, "made of": 0}, {**expected, "made of": 0}) < 1e-5
 
 
 def test_deepspeed_schedule_restarts_with_the_model(results: Any) -> None:
     for result in results["again"]:
-        assert result["rates"] == pytest.approx(2 * [0.0, 0.0, 0.025])
+        assert result["learning_rate"] == pytest.approx([0.0, 0.0, 0.025])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["zero3"])
 def test_generation_of_shards_equals_unsharded(results: Any, way: str) -> None:
-    for ranks in zip(results[f"generation-{way}"], results["generation-whole"], strict=True):
-        assert gap(*ranks) < 1e-5
+    assert gap(results[f"generation-{way}"], results["generation-whole"]) < 1e-5
 
 
 @pytest.mark.parametrize("backend", thinned(["fsdp", "zero2", "zero3", "hf_zero2"], ["zero3"]))
 def test_second_training_has_a_new_optimizer_and_schedule(results: Any, backend: str) -> None:
     for result, expected in zip(results[f"twice-{backend}"], results["twice-ddp"], strict=True):
-        assert len(expected["losses"]) == 8 and expected["rates"][4] == expected["rates"][0]
+        rates = expected["second"]["learning_rate"]
+        assert rates == expected["first"]["learning_rate"] and len(rates) == 4
         assert gap(result, expected) < 1e-5
 
 

@@ -1,5 +1,6 @@
 """States on two ranks, over a resume: buffers, which are those of the main one, states of each, positions in data."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,9 @@ from backends import PROCESSES, Jobs, asked_for, bound, gap, launch_all, make_tr
 from counting import BATCH_SIZE, SIZE, Resumable, ResumableShare, made
 from forking import current_rank, joined
 from marks import thinned
-from recipes import StopAt, fit, rows
+from recipes import StopAt, callback, fit, rows
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
-
-from omnitrain import Callback
 
 
 class Drifting(nn.Module):
@@ -39,37 +38,29 @@ class Drifting(nn.Module):
         return self.head((hidden - self.get_buffer("center")).tanh() * self.scale)
 
 
-class Buffers(Callback):
-    """Notes the buffers of this rank at each evaluation of the run."""
-
-    def __init__(self) -> None:
-        self.noted: list[dict[str, torch.Tensor]] = []
-
-    def on_eval_end(self, trainer: Any, metrics: Any) -> None:
-        self.noted.append({name: buffer.clone() for name, buffer in trainer.get_model().named_buffers()})
-
-
 def drift(backend: str, folder: str | None = None, stop: int = 0) -> dict[str, Any]:
     """Train for 6 steps; with a folder, evaluate and save on the way, stop after a step, or resume from there."""
-    data, buffers, options = rows(24, torch.float32), Buffers(), dict[str, Any]()
+    options, tensors = dict[str, Any](), dict[str, torch.Tensor]()
+
+    def keep_buffers(trainer: Any, metrics: Any) -> None:
+        buffers = trainer.get_model().named_buffers()
+        tensors.update({f"evaluation {trainer.progress.step}/{name}": buffer.clone() for name, buffer in buffers})
+
     if folder:
         options = {"eval_dataset": rows(8, torch.float32), "eval_steps": 2, "save_dir": folder, "save_steps": 2}
         options["load_best_at_end"] = False
     trainer = make_trainer(
-        backend, Drifting(), data, loss_fn=F.mse_loss, batch_size=4, epochs=2, learning_rate=0.05,
-        optimizer="torch.optim.AdamW", callbacks=[buffers, *([StopAt(stop)] if stop else [])], **options,
+        backend, Drifting(), rows(24, torch.float32), loss_fn=F.mse_loss, batch_size=4, epochs=2, learning_rate=0.05,
+        optimizer="torch.optim.AdamW", callbacks=[callback(on_eval_end=keep_buffers), StopAt(stop)], **options,
     )  # fmt: skip
     trainer.train(resume_from=folder and "auto")
-    tensors = {f"weights/{name}": tensor for name, tensor in tensors_of(trainer).items()}
-    for number, noted in enumerate(buffers.noted):
-        tensors |= {f"evaluation {number}/{name}": buffer for name, buffer in noted.items()}
+    tensors |= {f"weights/{name}": tensor for name, tensor in tensors_of(trainer).items()}
     if folder:
         trainer.load_checkpoint("best")
     return {
-        "best": trainer.metrics["best_valid"].get("eval_loss"),
+        "best": trainer.metrics["best_valid"].get("eval_loss"), "tensors": {**tensors},
         "again": [trainer.evaluate()["eval_loss"] for _ in range(2)] if folder else [],
-        "tensors": tensors,
-    }
+    }  # fmt: skip
 
 
 class Replacing(nn.Module):
@@ -121,11 +112,10 @@ def collate(backend: str, folder: str | None = None, stop: int = 0) -> dict[str,
     """Train for 6 steps; with a folder, stop after a step or resume from there."""
     torch.manual_seed(0)
     sums, options = Sums(), {"save_dir": folder, "save_steps": 100} if folder else {}
-    trainer = make_trainer(
+    trainer = fit(make_trainer(
         backend, nn.Linear(4, 1), rows(24, torch.float32), loss_fn=F.mse_loss, batch_size=4, epochs=2,
-        learning_rate=0.05, data_collator=sums, callbacks=[StopAt(stop)] if stop else [], **options,
-    )  # fmt: skip
-    trainer.train(resume_from=folder and "auto")
+        learning_rate=0.05, data_collator=sums, callbacks=[StopAt(stop)], **options,
+    ), resume_from=folder and "auto")  # fmt: skip
     return {"tensors": {**tensors_of(trainer), "total": sums.total}}
 
 
@@ -164,27 +154,22 @@ DATA = [
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     first, second = Jobs(), Jobs()
+
+    def add(name: str, backend: str, function: Any, stop: int, target: str = "", **options: Any) -> None:
+        """Add a straight run, one that is cut short, and one that resumes it."""
+        place = str(folder / name)
+        first.add(f"{name}-straight", target or backend, function, **options)
+        first.add(f"{name}-cut", backend, function, folder=place, stop=stop, **options)
+        second.add(f"{name}-resumed", target or backend, function, folder=place, **options)
+
     for backend in sorted({"ddp", *asked_for(request, "backend")}):
-        first.add(f"straight-{backend}", backend, drift)
-        first.add(f"cut-{backend}", backend, drift, folder=str(folder / backend), stop=4)
-        second.add(f"resumed-{backend}", backend, drift, folder=str(folder / backend))
-    for backend in sorted(asked_for(request, "replaced_on")):
-        for copies in (True, False):
-            first.add(f"replace-{backend}-{copies}", backend, replace, copies=copies)
-    first.add("collate-straight", "ddp", collate)
-    first.add("collate-cut", "ddp", collate, folder=str(folder / "collate"), stop=4)
-    second.add("collate-resumed", "ddp", collate, folder=str(folder / "collate"))
-    data = {
-        (f"{collator}-{source}", backend, backend, collator, source)
-        for backend, collator, source in asked_for(request, "backend", "collator", "source")
-    }
-    for name, source_backend, target, collator, source in sorted(
-        {*data, ("moved", "ddp", "native", "filtered", "shards")}
-    ):
-        options: dict[str, Any] = {"collator": collator, "source": source}
-        first.add(f"{name}-straight", target, count, **options)
-        first.add(f"{name}-cut", source_backend, count, folder=str(folder / name), stop=2, **options)
-        second.add(f"{name}-resumed", target, count, folder=str(folder / name), **options)
+        add(backend, backend, drift, 4)
+    for backend, copies in itertools.product(sorted(asked_for(request, "replaced_on")), (True, False)):
+        first.add(f"replace-{backend}-{copies}", backend, replace, copies=copies)
+    add("collate", "ddp", collate, 4)
+    for backend, collator, source in sorted(asked_for(request, "backend", "collator", "source")):
+        add(f"{collator}-{source}", backend, count, 2, collator=collator, source=source)
+    add("moved", "ddp", count, 2, target="native", collator="filtered", source="shards")
     return joined(sound(launch_all(first, folder / "first")), sound(launch_all(second, folder / "second")))
 
 
@@ -192,12 +177,12 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
 def test_buffers_are_alike_and_survive_a_resume(results: Any, backend: str) -> None:
     """On all ranks, in evaluations and at the end; the best evaluation is that of what was saved."""
     for name in ("straight", "cut", "resumed"):
-        first, second = (rank["tensors"] for rank in results[f"{name}-{backend}"])
+        first, second = (rank["tensors"] for rank in results[f"{backend}-{name}"])
         assert gap(first, second) == 0
     assert sum(name.endswith("/center") for name in first) == 2
-    for rank in results[f"cut-{backend}"]:
+    for rank in results[f"{backend}-cut"]:
         assert rank["again"] == [rank["best"]] * 2
-    runs = (results[name] for name in (f"straight-{backend}", f"resumed-{backend}", "straight-ddp"))
+    runs = (results[name] for name in (f"{backend}-straight", f"{backend}-resumed", "ddp-straight"))
     for straight, resumed, reference in zip(*runs, strict=True):
         assert gap(named(resumed, "weights"), named(straight, "weights")) == 0, "unlike one without save or evaluation"
         assert gap(straight["tensors"], reference["tensors"]) <= bound("zero2")
@@ -205,18 +190,14 @@ def test_buffers_are_alike_and_survive_a_resume(results: Any, backend: str) -> N
 
 def test_states_of_each_rank_survive_a_resume(results: Any) -> None:
     straight, resumed = results["collate-straight"], results["collate-resumed"]
-    assert [gap(result["tensors"], other["tensors"]) for result, other in zip(straight, resumed, strict=True)] == [0, 0]
-    first, second = (rank["tensors"]["total"] for rank in straight)
-    assert first != second
+    assert gap(straight, resumed) == 0
+    assert straight[0]["tensors"]["total"] != straight[1]["tensors"]["total"]
 
 
 @pytest.mark.parametrize("replaced_on", thinned(BACKENDS, BACKENDS[:3]))
 def test_buffers_may_be_replaced_by_expanded_ones(results: Any, replaced_on: str) -> None:
     """DDP broadcasts into them what the main rank has, and nothing can be written to a tensor made by `expand`."""
-    for number in range(2):
-        copied, expanded = (results[f"replace-{replaced_on}-{copies}"][number] for copies in (True, False))
-        assert expanded["losses"] == copied["losses"]
-        assert gap(expanded["tensors"], copied["tensors"]) == 0
+    assert gap(*(results[f"replace-{replaced_on}-{copies}"] for copies in (True, False))) == 0
 
 
 @pytest.mark.parametrize(("backend", "collator", "source"), thinned(DATA, DATA[:4]))
