@@ -53,9 +53,11 @@ class WeightAverage(Algorithm):
 
     def _add_parameters(self, trainer: TrainerLike) -> None:
         """Start an average, at the current weight, of each trained parameter without one."""
+        has_master_weights = trainer.backend.has_master_weights  # type: ignore[attr-defined]
         for name, parameter in parameters_by_name(trainer.model).items():
             if parameter.requires_grad and name not in self._averages:
-                self._averages[name] = _copy(parameter)
+                # master weights are of float32, also those of a model of float64, and so is what a checkpoint holds
+                self._averages[name] = _copy(parameter.float() if has_master_weights else parameter)
         self._pair(trainer)
 
     def _pair(self, trainer: TrainerLike) -> None:

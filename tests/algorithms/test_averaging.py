@@ -197,3 +197,13 @@ def test_changed_gradients_are_clipped() -> None:
         build(*algorithms, callbacks=[look, trace], max_steps=1, epochs=None, log_steps=1, max_grad_norm=5.0).train()
         logged.append(trace.logs[0]["grad_norm"])
     assert logged[0] == logged[1] < 5 and norms == pytest.approx([logged[0], 5.0], rel=1e-5)
+
+
+def test_averages_have_the_dtype_of_master_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed updates weights of float64 in float32, and a checkpoint holds them so."""
+    average = EMA(0.5)
+    trainer = small_trainer(average)
+    monkeypatch.setattr(trainer.backend, "has_master_weights", True)
+    trainer.train()
+    assert {tensor.dtype for tensor in average._averages.values()} == {torch.float32}
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float64}

@@ -25,10 +25,9 @@ def rewind(backend: str, every: int | None, action: str, folder: str) -> dict[st
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).double()
     guard = SpikeGuard(threshold=30.0, window=16, action=action, every=every)  # type: ignore[arg-type]
-    averages = [] if backend == "zero2" else [EMA(0.9)]
     trainer = make_trainer(
         backend, model, list(zip(x, y, strict=True)), loss_fn=F.mse_loss, epochs=1, batch_size=2, global_batch_size=4,
-        learning_rate=0.01, algorithms=[guard, *averages], save_dir=folder, save_steps=10, log_steps=1000,
+        learning_rate=0.01, algorithms=[guard, EMA(0.9)], save_dir=folder, save_steps=10, log_steps=1000,
     )  # fmt: skip
     trainer.train()
     spikes = [{name: value for name, value in asdict(spike).items() if name != "value"} for spike in guard.left_out]
