@@ -84,6 +84,7 @@ def test_conflicts_are_an_error_of_the_constructor(algorithms: Any, message: str
 
 
 TIMED = {"epochs": None, "max_duration": "1h"}
+GROWING = {"epochs": 4, "global_batch_size": {0: 4, "2ep": 8}}
 FROZEN = {"model": nn.Sequential(nn.Linear(4, 1)), "freeze": ["weight"]}
 CLIPPING = GradientClipping("value", 1.0, exclude=["head"])
 
@@ -93,8 +94,16 @@ CLIPPING = GradientClipping("value", 1.0, exclude=["head"])
     [
         ([EMA()], {"model": t16(dtype=torch.bfloat16)}, r"EMA.*bfloat16.*autocast='bf16'"),
         *(
-            ([part], TIMED, f"{type(part).__name__} needs the share of the run")
+            (
+                [part],
+                TIMED,
+                f"{type(part).__name__} needs the share of the run.*in time or tokens, or its data have no le",
+            )
             for part in (LayerFreezing(), SWA(), ProgressiveResizing(), SeqLengthWarmup(8), MagnitudePruning())
+        ),
+        *(
+            ([part], GROWING, r"`global_batch_size=\{0: 4, '2ep': 8\}` changes in the run")
+            for part in (GradualUnfreezing(), LayerFreezing(), ProgressiveResizing())
         ),
         ([LayerFreezing(layers=["0", "9"])], {}, "no module is called '9'"),
         ([LayerFreezing(layers=["0"])], {}, "two layers"),

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forging import forge_tensors
-from recipes import StopAt, Trace, distance, rows, same, small_trainer, t16, weights
+from recipes import StopAt, Trace, callback, distance, fit, rows, same, small_trainer, t16, weights
 from torch import nn
 
-from omnitrain import EMA, Algorithm, Callback, CheckpointError, HookCallback
+from omnitrain import EMA, Algorithm, Callback, CheckpointError
 from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.tensor_files import load_tensors
 
@@ -24,10 +24,6 @@ class Watch(Callback):
 
     def on_step_end(self, trainer: Any) -> None:
         self.weights.append(weights(trainer.model))
-
-
-def equal(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> bool:
-    return all(map(same, a, b)) and len(a) == len(b)
 
 
 def build(*algorithms: Algorithm, **options: Any) -> Any:
@@ -52,7 +48,7 @@ def loss_of(values: list[torch.Tensor]) -> float:
 
 
 def saved(folder: Path, name: str = "model") -> list[torch.Tensor]:
-    """Return the parameters of a file in the order of the model."""
+    """The parameters of a file in the order of the model."""
     tensors = load_tensors(folder / f"{name}.safetensors")
     return [tensors[name] for name, _ in t16().named_parameters()]
 
@@ -69,7 +65,7 @@ def test_average_is_evaluated_saved_and_loaded_at_the_end(saves: bool, tmp_path:
     trainer = build(EMA(0.7), callbacks=[watch, save], save_dir=tmp_path / "run" if saves else None)
     build(callbacks=[plain]).train()
     metrics = trainer.train()
-    assert equal(watch.weights, plain.weights)  # training is as without
+    assert all(map(same, watch.weights, plain.weights))  # training is as without
     averages = [averaged(watch.weights[:step]) for step in range(9)]
     assert distance(saved(tmp_path / "model"), averages[3]) <= 1e-12
     assert save.loss == pytest.approx(loss_of(averages[3]), abs=1e-12)
@@ -96,26 +92,23 @@ def test_run_without_evaluations_ends_with_the_last_average(caplog: Any, tmp_pat
 
 def test_ema_forgets_first_weights_in_short_run(caplog: pytest.LogCaptureFixture) -> None:
     """With a fixed decay of 0.999, nine tenths of the average would be the weights before training."""
-    model, watch = t16(), Watch()
-    trainer = build(EMA(), model=model, callbacks=[watch], eval_dataset=None, eval_steps=None, epochs=25)
-    first = weights(model)
-    with caplog.at_level(logging.WARNING, "omnitrain"):
-        trainer.train()
-    assert distance(weights(model), watch.weights[-1]) < 0.2 * distance(first, watch.weights[-1])
+    watch, options = Watch(), {"eval_dataset": None, "eval_steps": None, "epochs": 25}
+    trainer = fit(build(EMA(), callbacks=[watch], **options))
+    last = watch.weights[-1]
+    assert distance(weights(trainer.model), last) < 0.2 * distance(weights(t16()), last)
     assert "EMA(decay=0.999) averages over about 1000 updates, and the run has 100, at whose end" in caplog.text
     caplog.clear()
-    build(EMA(0.9), eval_dataset=None, eval_steps=None, epochs=25).train()
+    fit(build(EMA(0.9), **options))
     assert "EMA(decay" not in caplog.text
 
 
 def test_failed_evaluation_restores_the_weights_in_training() -> None:
-    class Fails(Callback):
-        def on_eval_batch_start(self, trainer: Any, *details: Any) -> None:
-            if watch.weights and not same(weights(trainer.model), watch.weights[-1]):
-                raise RuntimeError("no average")
+    def fail(trainer: Any, *details: Any) -> None:
+        if watch.weights and not same(weights(trainer.model), watch.weights[-1]):
+            raise RuntimeError("no average")
 
     watch = Watch()
-    trainer = build(EMA(0.7), callbacks=[watch, Fails()])
+    trainer = build(EMA(0.7), callbacks=[watch, callback(on_eval_batch_start=fail)])
     with pytest.raises(RuntimeError, match="no average"):
         trainer.train()
     assert len(watch.weights) == 2 and same(weights(trainer.model), watch.weights[-1])
@@ -130,7 +123,7 @@ def test_resume_may_add_or_remove_averages_if_allowed(later: bool, tmp_path: Pat
     resumed, straight = Watch(), Watch()
     build(*second, save_dir=tmp_path, callbacks=[resumed]).train(resume_from="auto", allow_change={"algorithms"})
     build(callbacks=[straight]).train()
-    assert equal(resumed.weights, straight.weights[3:])
+    assert len(resumed.weights) == 5 and all(map(same, resumed.weights, straight.weights[3:]))
 
 
 def test_checkpoint_of_another_model_changes_no_weights(tmp_path: Path) -> None:
@@ -180,18 +173,18 @@ def test_algorithms_are_called_in_order() -> None:
     assert calls == [f"{name}.{method}" for method, names in order for name in names]
 
 
-def test_changed_gradients_are_clipped() -> None:
-    class Grow(Algorithm):
-        def before_update(self, trainer: Any) -> None:
-            for parameter in trainer.model.parameters():
-                parameter.grad.mul_(100)
+class Grow(Algorithm):
+    def before_update(self, trainer: Any) -> None:
+        for parameter in trainer.model.parameters():
+            parameter.grad.mul_(100)
 
+
+def test_changed_gradients_are_clipped() -> None:
     norms, logged = list[float](), list[float]()
-    look = HookCallback({
-        "before_optimizer_step": lambda trainer: norms.append(
-            float(nn.utils.get_total_norm([parameter.grad for parameter in trainer.model.parameters()]))
-        )
-    })  # fmt: skip
+    gradients_of = lambda trainer: [parameter.grad for parameter in trainer.model.parameters()]  # noqa: E731
+    look = callback(
+        on_before_optimizer_step=lambda trainer: norms.append(float(nn.utils.get_total_norm(gradients_of(trainer))))
+    )
     for algorithms in ([], [Grow()]):
         trace = Trace()
         build(*algorithms, callbacks=[look, trace], max_steps=1, epochs=None, log_steps=1, max_grad_norm=5.0).train()

@@ -9,7 +9,7 @@ import torch
 import transformers
 from counting import Streamed
 from marks import thinned
-from recipes import callback, setting
+from recipes import callback, fit, setting
 from tiny import Tokens, bert
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
@@ -53,16 +53,14 @@ def fail(*args: Any, **kwargs: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-def run(
-    kind: Any, args: TrainingArguments | None, *callbacks: Any, resume_from_checkpoint: bool = False, **options: Any
-) -> tuple[Any, Records]:
+def make(kind: Any, args: TrainingArguments | None, *callbacks: Any, **options: Any) -> Any:
+    data = {"train_dataset": Tokens(8, "classes"), "eval_dataset": Tokens(4, "classes")}
+    return kind(bert(), args, callbacks=[*callbacks], **data, **options)
+
+
+def run(kind: Any, args: TrainingArguments | None, *callbacks: Any, **options: Any) -> tuple[Any, Records]:
     records = Records()
-    trainer = kind(
-        bert(), args, train_dataset=Tokens(8, "classes"), eval_dataset=Tokens(4, "classes"),
-        callbacks=[*callbacks, records], **options,
-    )  # fmt: skip
-    trainer.train(resume_from_checkpoint=resume_from_checkpoint)
-    return trainer, records
+    return fit(make(kind, args, *callbacks, records, **options)), records
 
 
 BY_STEPS = {"eval_strategy": "steps", "save_strategy": "steps", "logging_steps": 2}
@@ -105,12 +103,8 @@ def test_evaluation_at_the_start_comes_before_on_train_begin(arguments: Any) -> 
 
 
 def test_new_best_is_saved_at_its_evaluation(arguments: Any) -> None:
-    options = {**BY_STEPS, "eval_steps": 1, "save_steps": 100, "learning_rate": 0.0, "max_steps": 2}
-    saves = [
-        [step for event, step, _ in run(kind, arguments(kind.__name__, **options))[1].events if event == "on_save"]
-        for kind in KINDS
-    ]
-    assert saves == [[2], [1, 2]]
+    args = arguments(**BY_STEPS, eval_steps=1, save_steps=100, learning_rate=0.0, max_steps=2)
+    assert [step for event, step, _ in run(HFTrainer, args)[1].events if event == "on_save"] == [1, 2]
 
 
 def test_callbacks_get_the_values_of_our_arguments(arguments: Any, tmp_path: Path) -> None:
@@ -140,30 +134,26 @@ def test_callbacks_get_all_details_of_a_stock_trainer(arguments: Any) -> None:
     details = records.details["on_step_end"]
     assert details["model"] is ours.get_model() and details["optimizer"] is ours.optimizer
     assert details["lr_scheduler"] is ours.lr_scheduler
-    stock, details = (each.details["on_evaluate"] for each in (expected, records))
-    for loaders in (stock, details):
-        assert (len(loaders["train_dataloader"]), len(loaders["eval_dataloader"])) == (4, 1)
-    assert sum(len(batch["labels"]) for batch in list(details["train_dataloader"])) == 8
-    assert stock["metrics"].keys() == details["metrics"].keys()
+    details = records.details["on_evaluate"]
+    assert (len(details["train_dataloader"]), len(details["eval_dataloader"])) == (4, 1)
+    assert sum(len(batch["labels"]) for batch in details["train_dataloader"]) == 8
+    assert details["metrics"].keys() == expected.details["on_evaluate"]["metrics"].keys()
 
 
 def test_callbacks_get_loaders_of_the_data(arguments: Any) -> None:
     loaders: list[Any] = []
-
-    def note_train(*_: Any, train_dataloader: Any, **__: Any) -> None:
-        loaders.append(train_dataloader)
-
-    def note_eval(*_: Any, eval_dataloader: Any, **__: Any) -> None:
-        loaders.append(eval_dataloader)
-
-    looks = callback(TrainerCallback, on_epoch_begin=note_train, on_evaluate=note_eval)
+    looks = callback(
+        TrainerCallback,
+        on_epoch_begin=lambda *_, train_dataloader, **__: loaders.append(train_dataloader),
+        on_evaluate=lambda *_, eval_dataloader, **__: loaders.append(eval_dataloader),
+    )
     data, held_out, stream = Tokens(8, "classes"), Tokens(4, "classes"), Streamed(Tokens(8, "classes"))
     custom = DataLoader(data, batch_size=2)
     args = arguments(eval_strategy="epoch", save_strategy="no", num_train_epochs=1)
     HFTrainer(bert(), args, data, held_out, callbacks=[looks]).train()
     args = arguments(save_strategy="no", max_steps=2)
-    HFTrainer(bert(), args, stream, callbacks=[looks]).train()
-    HFTrainer(bert(), args, train_loader=custom, callbacks=[looks]).train()
+    for options in ({"train_dataset": stream}, {"train_loader": custom}):
+        HFTrainer(bert(), args, callbacks=[looks], **options).train()
     train, valid, streamed, users = loaders
     assert {type(loader) for loader in loaders} == {DataLoader}
     assert train.dataset is data and valid.dataset is held_out and streamed.dataset is stream and users is custom
@@ -175,75 +165,59 @@ def test_state_of_a_checkpoint_counts_all_operations_up_to_it(arguments: Any, tm
     counts = []
     for kind in KINDS:
         state = run(kind, arguments(kind.__name__, save_steps=3, max_steps=4, logging_steps=100))[0].state
-        saved = [
-            json.loads((tmp_path / kind.__name__ / f"checkpoint-{step}" / "trainer_state.json").read_text())
-            for step in (3, 4)
-        ]
-        counts.append([state.total_flos, *(content["total_flos"] for content in saved)])
+        files = (tmp_path / kind.__name__ / f"checkpoint-{step}" / "trainer_state.json" for step in (3, 4))
+        counts.append([state.total_flos, *(json.loads(file.read_text())["total_flos"] for file in files)])
     assert counts[0] == counts[1] and counts[0][1] > 0
 
 
 def test_callback_list_is_that_of_a_stock_trainer(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    stopping, records, classes = EarlyStoppingCallback(3), Records(), []
+    stopping, records = EarlyStoppingCallback(3), Records()
     args = arguments(eval_strategy="epoch", metric_for_best_model="loss", save_strategy="no", report_to="all")
-    for kind in KINDS:
-        trainer: Any = kind(bert(), args, eval_dataset=Tokens(4, "classes"), callbacks=[stopping, records])
-        callbacks = trainer.callback_handler.callbacks
-        classes.append([type(callback) for callback in callbacks])
-        assert stopping in callbacks and records in callbacks
-    assert classes[0] == classes[1]
+    stock, ours = (make(kind, args, stopping, records).callback_handler.callbacks for kind in KINDS)
+    assert [type(callback) for callback in stock] == [type(callback) for callback in ours]
+    assert stopping in ours and records in ours
 
 
 def test_error_of_a_callback_ends_the_run_with_its_name(arguments: Any) -> None:
-    class Breaks(TrainerCallback):
-        on_log = fail
-
     with pytest.raises(OSError, match="No space left") as error:
-        run(HFTrainer, arguments(save_strategy="no", logging_steps=1), Breaks())
-    assert "Raised by the callback Breaks.on_log." in error.value.__notes__
+        run(HFTrainer, arguments(save_strategy="no", logging_steps=1), callback(TrainerCallback, on_log=fail))
+    assert "Raised by the callback Functions.on_log." in error.value.__notes__
 
 
 def test_on_save_finds_the_files_of_the_checkpoint(arguments: Any) -> None:
     """As the callbacks of MLflow and of W&B look for them."""
     options = {**BY_STEPS, "eval_steps": 2, "save_steps": 2, "save_total_limit": 1, "max_steps": 3}
-    results: list[dict[int, set[str]]] = []
+    files: dict[int, set[str]] = {}
 
     def note(args: Any, state: Any, *_: Any, **__: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        results[-1][state.global_step] = {path.name for path in folder.iterdir()}
+        files[state.global_step] = {path.name for path in folder.iterdir()}
 
-    for kind in KINDS:
-        results.append({})
-        args = arguments(kind.__name__, load_best_model_at_end=True, **options)
-        run(kind, args, callback(TrainerCallback, on_save=note))
-    assert results[0].keys() == results[1].keys()
-    for files in results[1].values():
-        assert {"config.json", "model.safetensors", "trainer_state.json"} <= files
-
-
-class Pessimist(EarlyStoppingCallback):
-    """Early stopping for which no evaluation is better."""
-
-    def check_metric_value(self, *args: Any) -> None:
-        self.early_stopping_patience_counter += 1
+    run(HFTrainer, arguments(load_best_model_at_end=True, **options), callback(TrainerCallback, on_save=note))
+    assert files.keys() == {2, 3}
+    assert {"config.json", "model.safetensors", "trainer_state.json"} <= files[2] & files[3]
 
 
 def test_subclass_of_early_stopping_decides_by_itself(arguments: Any) -> None:
+    """Here one for which no evaluation is better."""
+
+    class Pessimist(EarlyStoppingCallback):
+        def check_metric_value(self, *args: Any) -> None:
+            self.early_stopping_patience_counter += 1
+
     options = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "learning_rate": 0.1}
-    options |= {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
-    for kind in KINDS:
-        assert run(kind, arguments(kind.__name__, **options), Pessimist(3))[0].state.global_step == 3
+    args = arguments(**options, load_best_model_at_end=True, metric_for_best_model="loss")
+    assert run(HFTrainer, args, Pessimist(3))[0].state.global_step == 3
 
 
 def test_evaluate_and_predict_have_the_events_of_a_stock_trainer(arguments: Any) -> None:
     events, metrics = [], []
     for kind in KINDS:
-        records, data = Records(), Tokens(4, "classes")
-        args = arguments(save_strategy="no", per_device_eval_batch_size=2)
-        trainer: Any = kind(bert(), args, train_dataset=data, eval_dataset=data, callbacks=[records])
+        records = Records()
+        trainer = make(kind, arguments(save_strategy="no", per_device_eval_batch_size=2), records)
         trainer.evaluate()
-        trainer.predict(data)
+        trainer.predict(Tokens(4, "classes"))
         events.append([event for event, *_ in records.events])
         metrics.append(records.details["on_predict"]["metrics"].keys() - {"test_model_preparation_time"})
     assert events[0] == events[1] and metrics[0] == metrics[1]
@@ -253,11 +227,9 @@ def test_memory_metrics_are_those_of_a_stock_trainer(arguments: Any) -> None:
     pytest.importorskip("psutil")
     results = []
     for kind in KINDS:
-        data = Tokens(4, "classes")
-        args = arguments(save_strategy="no", skip_memory_metrics=False, max_steps=1)
-        trainer: Any = kind(bert(), args, train_dataset=data, eval_dataset=data)
-        trainer.train()
-        metrics = {**trainer.evaluate(), **trainer.predict(data).metrics, **trainer.state.log_history[-2]}
+        trainer = fit(make(kind, arguments(save_strategy="no", skip_memory_metrics=False, max_steps=1)))
+        predicted = trainer.predict(Tokens(4, "classes")).metrics
+        metrics = {**trainer.evaluate(), **predicted, **trainer.state.log_history[-2]}
         results.append({name for name in metrics if "_mem_" in name})
     assert results[0] == results[1] and any(name.startswith("eval_mem_") for name in results[1])
 
@@ -322,11 +294,10 @@ def test_flags_at_a_log_show_what_is_pending(arguments: Any) -> None:
             flags.append((state.global_step, control.should_evaluate, control.should_save))
 
     for kind in KINDS:
-        flags.clear()
         args = arguments(kind.__name__, **BY_STEPS, eval_steps=2, save_steps=4, max_steps=4)
         run(kind, args, callback(TrainerCallback, on_log=note))
-        assert flags == [(2, True, False), (4, True, True)]
-    assert {type(value) for value in flags[0]} == {int, bool}
+    assert flags == [(2, True, False), (4, True, True)] * 2
+    assert {type(value) for value in flags[-1]} == {int, bool}
 
 
 @pytest.mark.parametrize("place", ["writer", "events"])
@@ -336,9 +307,10 @@ def test_failing_trackers_do_not_end_the_run(arguments: Any, monkeypatch: Any, c
     if place == "writer":
         for method in ("add_scalar", "flush", "close"):
             monkeypatch.setattr(tensorboard.SummaryWriter, method, fail)
-    for event in ("on_init_end", "on_train_begin", "on_log", "on_train_end") if place == "events" else ():
-        monkeypatch.setattr(TensorBoardCallback, event, fail, raising=False)
+    else:
+        for event in ("on_init_end", "on_train_begin", "on_log", "on_train_end"):
+            monkeypatch.setattr(TensorBoardCallback, event, fail, raising=False)
     trainer, records = run(HFTrainer, arguments(report_to=["tensorboard"], logging_steps=1, max_steps=3))
     assert trainer.progress.step == 3 and records.events[-1][0] == "on_train_end"
-    messages = [record.getMessage() for record in caplog.records if "of `report_to` failed" in record.getMessage()]
-    assert len(messages) == 1 and messages[0].startswith("TensorBoardCallback.on_")
+    (message,) = (message for message in caplog.messages if "of `report_to` failed" in message)
+    assert message.startswith("TensorBoardCallback.on_")

@@ -5,20 +5,21 @@ import dataclasses
 import itertools
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from counting import Streamed
 from marks import thinned
-from recipes import Sentences, StopAt, Tagger, Trace, callback, fit, same, weights
+from recipes import StopAt, callback, fit, same, weights
 from tiny import Tokens, bert, llama
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from omnitrain import HFTrainer, Trainer
+from omnitrain import HFTrainer
 from omnitrain.core.errors import ConfigError
 from omnitrain.hf.arguments import UNSUPPORTED
 
@@ -30,10 +31,10 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def trained(kind: Any, args: TrainingArguments, model: Any = None, resume: Any = None, **options: Any) -> Any:
+def trained(kind: Any, args: TrainingArguments | None, model: Any = None, resume: Any = None, **options: Any) -> Any:
     """A trainer of a classifier of 8 samples, after its run."""
-    options = {"train_dataset": Tokens(8, "classes"), **options}
-    return fit(kind(bert() if model is None else model, args, **options), **({"resume_from": resume} if resume else {}))
+    trainer = kind(model or bert(), args, **{"train_dataset": Tokens(8, "classes"), **options})
+    return fit(trainer, **({"resume_from": resume} if resume else {}))
 
 
 HONOURED = """
@@ -80,9 +81,14 @@ def test_unsupported_field_is_rejected_with_a_remedy(arguments: Any, name: str) 
     assert name in str(error.value) and len(reason) > 60 and any(remedy in reason for remedy in remedies)
 
 
-ACCUMULATION = {"gradient_accumulation_kwargs": {"num_steps": 2}}
-EXCHANGE = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+
+
+def agreed(read: Callable[[Any], Any]) -> Any:
+    """Return what a function of the class has for ours, after a check that it has the same for a stock trainer."""
+    stock, ours = map(read, KINDS)
+    assert ours == stock
+    return ours
 
 
 @pytest.mark.parametrize(
@@ -99,34 +105,15 @@ def test_metric_schedules_are_those_of_a_stock_trainer(arguments: Any, schedule:
     fields = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": options, **EVALUATED}
     fields |= {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
     data = {"eval_dataset": Tokens(4, "classes")}
-    straight, stock = (trained(kind, arguments(kind.__name__, **fields), **data) for kind in (HFTrainer, KINDS[0]))
-    rates = [
+    stock, straight = (trained(kind, arguments(kind.__name__, **fields), **data) for kind in KINDS)
+    expected, rates = (
         [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
-        for trainer in (straight, stock)
-    ]
-    assert len(rates[0]) == 6 and len(set(rates[0])) > 2
-    assert rates[0] == pytest.approx(rates[1], rel=1e-12)
+        for trainer in (stock, straight)
+    )
+    assert rates == pytest.approx(expected, rel=1e-12) and len(rates) == 6 and len(set(rates)) > 2
     trained(HFTrainer, arguments("parts", **fields), callbacks=[StopAt(3)], **data)
     resumed = trained(HFTrainer, arguments("parts", **fields), resume="auto", **data)
     assert same(weights(straight.model), weights(resumed.model))
-
-
-def test_schedule_spans_the_tokens_of_a_run(arguments: Any) -> None:
-    """The number of steps is unknown, and a fraction of the run is warm-up."""
-
-    def sgd(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.05)
-
-    schedule = "cosine_with_min_lr"
-    common = {"lr_scheduler_kwargs": {"min_lr": 0.005}, "warmup_steps": 0.2}
-    args = arguments(learning_rate=0.05, lr_scheduler_type=schedule, optim="sgd", max_steps=-1, **common)
-    native = {"batch_size": 4, "optimizer": sgd, "lr_scheduler": schedule, "device": "cpu", "progress_bar": False}
-    rates = []
-    for kind, more in ((Trainer, {**native, **common}), (HFTrainer, {"args": args})):
-        trace, run = Trace(), {"max_duration": "200tok", "log_steps": 1}
-        kind(Tagger(), train_dataset=Sentences(20), callbacks=[trace], **run, **more).train()
-        rates.append([row["learning_rate"] for row in trace.logs if "learning_rate" in row])
-    assert rates[0] == rates[1] and len(set(rates[0])) > 5
 
 
 @pytest.mark.parametrize("value", thinned(["all", "non_padding", "no"], ["non_padding"]))
@@ -144,7 +131,8 @@ def test_input_tokens_are_counted_as_by_a_stock_trainer(arguments: Any, value: A
 
 
 def test_accelerator_config_sets_the_accumulation(arguments: Any) -> None:
-    args = arguments(accelerator_config=ACCUMULATION, max_steps=-1, num_train_epochs=1)
+    config = {"gradient_accumulation_kwargs": {"num_steps": 2}}
+    args = arguments(accelerator_config=config, max_steps=-1, num_train_epochs=1)
     for _ in range(2):  # the same settings can be used for a second trainer
         trainer = trained(HFTrainer, args, train_dataset=Tokens(16, "classes"))
         assert (trainer.gradient_accumulation_steps, trainer.progress.step) == (2, 2)
@@ -152,16 +140,12 @@ def test_accelerator_config_sets_the_accumulation(arguments: Any) -> None:
 
 
 def test_accelerator_config_sets_the_exchange_of_each_batch(arguments: Any) -> None:
-    values = []
-
-    class Notes(HFTrainer):
-        def _accumulating(self, last: bool) -> Any:
-            values.append(last)
-            return super()._accumulating(last)
-
-    args = arguments(accelerator_config=EXCHANGE, gradient_accumulation_steps=3, max_steps=2)
-    trained(Notes, args, train_dataset=Tokens(16, "classes"))
-    assert values and all(values)
+    config = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    args = arguments(accelerator_config=config, gradient_accumulation_steps=3, max_steps=2)
+    trainer = HFTrainer(bert(), args, Tokens(16, "classes"))
+    with mock.patch.object(trainer, "_accumulating", wraps=trainer._accumulating) as accumulating:
+        trainer.train()
+    assert {call.args or tuple(call.kwargs.values()) for call in accumulating.call_args_list} == {(True,)}
 
 
 @pytest.mark.parametrize(
@@ -172,18 +156,18 @@ def test_accelerator_config_sets_the_exchange_of_each_batch(arguments: Any) -> N
     ],
 )  # fmt: skip
 def test_optim_and_its_options_are_those_of_a_stock_trainer(arguments: Any, optim: str, options: str | None) -> None:
-    results = []
-    args = arguments(
-        optim=optim, optim_args=options, weight_decay=0.25, adam_beta1=0.5, adam_beta2=0.75, adam_epsilon=1e-3
-    )  # fmt: skip
-    for kind in KINDS:
+    fields = {"weight_decay": 0.25, "adam_beta1": 0.5, "adam_beta2": 0.75, "adam_epsilon": 1e-3}
+    args = arguments(optim=optim, optim_args=options, **fields)
+
+    def created(kind: Any) -> Any:
         trainer = kind(bert(), args, train_dataset=Tokens(8, "classes"))
         trainer.create_optimizer()
         groups = [(len(group["params"]), group["weight_decay"]) for group in trainer.optimizer.param_groups]
-        results.append((type(trainer.optimizer), trainer.optimizer.defaults, groups))
-    assert results[0] == results[1]
-    assert {decay for _, decay in results[1][2]} == {0.25, 0.0}  # none on biases
-    assert not options or results[1][1] != type(trainer.optimizer)(bert().parameters(), lr=0.01).defaults
+        return type(trainer.optimizer), trainer.optimizer.defaults, groups
+
+    kind, defaults, groups = agreed(created)
+    assert {decay for _, decay in groups} == {0.25, 0.0}  # none on biases
+    assert not options or defaults != kind(bert().parameters(), lr=0.01).defaults
 
 
 def test_optim_target_modules_reach_the_optimizer(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,21 +179,19 @@ def test_optim_target_modules_reach_the_optimizer(arguments: Any, monkeypatch: p
     module = sys.modules.get("transformers.trainer_optimizer") or sys.modules["transformers.trainer"]  # by the release
     monkeypatch.setattr(module, "is_galore_torch_available", lambda: True)
     args = arguments(max_steps=1, optim="galore_adamw", optim_target_modules=["attention"], optim_args="rank=4")
-    groups = []
-    for kind in KINDS:
-        optimizer = trained(kind, args).optimizer
-        groups.append([(len(group["params"]), group.get("rank")) for group in optimizer.param_groups])
-    assert groups[0] == groups[1] and groups[1][1][1] == 4
+    groups = agreed(
+        lambda kind: [(len(group["params"]), group.get("rank")) for group in trained(kind, args).optimizer.param_groups]
+    )
+    assert groups[1][1] == 4
 
 
 def test_neftune_noise_is_only_in_training(arguments: Any) -> None:
-    losses, models = [], []
-    for alpha in (None, 5.0):
-        trainer = HFTrainer(llama(), arguments(neftune_noise_alpha=alpha, max_steps=2), Tokens(8), Tokens(8))
-        losses.append(trainer.evaluate()["eval_loss"])
-        trainer.train()
-        models.append(weights(trainer.model))
-    assert losses[0] == losses[1] and not same(*models)
+    plain, noisy = (
+        HFTrainer(llama(), arguments(neftune_noise_alpha=alpha, max_steps=2), Tokens(8), Tokens(8))
+        for alpha in (None, 5.0)
+    )
+    assert plain.evaluate()["eval_loss"] == noisy.evaluate()["eval_loss"]
+    assert not same(weights(fit(plain).model), weights(fit(noisy).model))
 
 
 def test_fields_of_compiler_liger_and_debug_reach_the_model(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,35 +218,33 @@ def test_use_cache_is_set_as_by_a_stock_trainer(arguments: Any) -> None:
         assert model.config.use_cache is use_cache
 
 
-def test_options_of_recomputation_reach_the_model(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    results, fields = [], {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    for kind in KINDS:
-        model, calls = bert(), []
+def test_options_of_recomputation_reach_the_model(arguments: Any) -> None:
+    args = arguments(max_steps=1, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def passed(kind: Any) -> Any:
+        model = bert()
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # newer, older
-        name = next(name for name in names if hasattr(model, name))
-        monkeypatch.setattr(model, name, lambda calls=calls, **options: calls.append(options))
-        trained(kind, arguments(max_steps=1, **fields), model)
-        results.append(calls[-1])
-    assert results[0] == results[1] and "use_reentrant" in str(results[1])
+        with mock.patch.object(model, next(name for name in names if hasattr(model, name))) as enable:
+            trained(kind, args, model)
+        return enable.call_args
+
+    assert "use_reentrant" in str(agreed(passed))
 
 
-def test_torch_empty_cache_steps_act_as_in_a_stock_trainer(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = []
-    for kind in KINDS:
-        calls: list[None] = []
-        monkeypatch.setattr(transformers.trainer, "clear_device_cache", lambda calls=calls: calls.append(None))
-        fields = {"torch_empty_cache_steps": 3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
-        trained(kind, arguments(**fields))
-        counts.append(len(calls))
-    assert counts[0] == counts[1] > 0
+def test_torch_empty_cache_steps_act_as_in_a_stock_trainer(arguments: Any) -> None:
+    args = arguments(torch_empty_cache_steps=3, gradient_accumulation_steps=2, per_device_train_batch_size=2)
+
+    def count(kind: Any) -> int:
+        with mock.patch.object(transformers.trainer, "clear_device_cache") as clear:
+            trained(kind, args)
+        return clear.call_count
+
+    assert agreed(count) > 0
 
 
 def test_full_determinism_holds_in_the_run(arguments: Any) -> None:
     values: list[bool] = []
-
-    def note(*_: Any, **__: Any) -> None:
-        values.append(torch.are_deterministic_algorithms_enabled())
-
+    note = lambda *_, **__: values.append(torch.are_deterministic_algorithms_enabled())  # noqa: E731
     looks = callback(transformers.TrainerCallback, on_step_end=note)
     trained(HFTrainer, arguments(max_steps=1, full_determinism=True), callbacks=[looks])
     assert values == [True]
@@ -296,26 +276,26 @@ def verbosity() -> Iterator[int]:
 
 @pytest.mark.parametrize("level", ["error", "debug"])
 def test_log_level_is_that_of_a_stock_trainer(arguments: Any, level: str, verbosity: int) -> None:
-    levels = []
-    for kind in KINDS:
+    def chosen(kind: Any) -> int:
         transformers.utils.logging.set_verbosity(verbosity)
         kind(bert(), arguments(log_level=level), train_dataset=Tokens(8, "classes"))
-        levels.append(transformers.utils.logging.get_verbosity())
-    assert levels[0] == levels[1] != verbosity
+        return transformers.utils.logging.get_verbosity()
+
+    assert agreed(chosen) != verbosity
 
 
 @pytest.mark.usefixtures("verbosity")
 def test_rows_are_printed_as_by_a_stock_trainer(arguments: Any, capsys: Any) -> None:
-    printed = []
-    for kind in KINDS:
+    def printed(kind: Any) -> Any:
         trained(kind, arguments(max_steps=2))
-        lines = [ast.literal_eval(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-        printed.append([line.keys() for line in lines])
-    assert printed[0] == printed[1] and len(printed[1]) == 3
+        lines = capsys.readouterr().out.splitlines()
+        return [ast.literal_eval(line).keys() for line in lines if line.startswith("{")]
+
+    assert len(agreed(printed)) == 3
     for level in (transformers.logging.WARNING, transformers.logging.ERROR):  # the default of `disable_tqdm`
         transformers.utils.logging.set_verbosity(level)
-        for args in (arguments(max_steps=2), None):
-            trained(HFTrainer, args, progress_bar=False, **({} if args else {"max_steps": 2, "log_steps": 1}))
+        for args, options in ((arguments(max_steps=2), {}), (None, {"max_steps": 2, "log_steps": 1})):
+            trained(HFTrainer, args, progress_bar=False, **options)
             assert "loss" not in capsys.readouterr().out
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from marks import thinned
-from recipes import distance, weights
+from recipes import distance, fit, weights
 from tiny import Tokens, bert, llama, t5
 from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
@@ -35,16 +35,14 @@ def ending(model: Any) -> Any:
     return model
 
 
-ENDING = {
-    "generation_config": GenerationConfig(
-        max_new_tokens=40, pad_token_id=0, bos_token_id=1, eos_token_id=[*range(2, 8)]
-    )
-}  # fmt: skip
+LONG = GenerationConfig(max_new_tokens=40, pad_token_id=0, bos_token_id=1, eos_token_id=[*range(2, 8)])
 CASES: list[Any] = [
-    (t5, "pairs", {}), (llama, "prompts", {"generation_max_length": 30}),
-    (t5, "pairs", {"generation_num_beams": 3, "generation_max_length": 14}), (t5, "prompts", ENDING),
-    (llama, "tokens", {}), (llama, "tokens", ENDING),
-]  # fmt: skip
+    (t5, "pairs", {}),
+    (llama, "prompts", {"generation_max_length": 30}),
+    (t5, "pairs", {"generation_num_beams": 3, "generation_max_length": 14}),
+    (t5, "prompts", {"generation_config": LONG}),
+    (llama, "tokens", {"generation_config": LONG}),
+]
 
 
 @pytest.mark.parametrize(("make", "samples", "fields"), thinned(CASES, CASES[:2]))
@@ -63,50 +61,40 @@ def test_generated_predictions_are_those_of_seq2seq_trainer(
     assert np.array_equal(np.maximum(ours.labels, 0), np.maximum(stock.label_ids, 0))
     for name in ("test_tokens", "test_labels", "test_width"):
         assert ours.metrics[name] == stock.metrics[name]
+    plain = HFTrainer(ending(make()).eval(), arguments(predict_with_generate=False)).predict(data)
+    assert ours.metrics["test_loss"] == plain.metrics["test_loss"]
 
 
 @pytest.mark.parametrize(("size", "width"), thinned([(10, 20), (20, 31), (35, 35)], [(20, 31)]))
 def test_generated_predictions_are_as_wide_as_the_config(arguments: Any, size: int, width: int) -> None:
+    model, data = t5(), Tokens(3, "pairs")
+    model.generation_config.max_new_tokens = 30
+    model.generate = lambda **kwargs: torch.full((3, size), 5)  # type: ignore[method-assign]
     for kind in KINDS:
-        model = t5()
-        model.generation_config.max_new_tokens = 30
-        model.generate = lambda **kwargs: torch.full((3, size), 5)  # type: ignore[method-assign]
         trainer: Any = kind(model, arguments(), compute_metrics=score)
-        assert trainer.predict(Tokens(3, "pairs")).predictions.shape == (3, width)
-    preprocessed = HFTrainer(
-        model, arguments(), preprocess_logits_for_metrics=lambda tokens, labels: tokens[:, :4] + 2
-    ).predict(Tokens(3, "pairs"))
-    assert preprocessed.predictions.tolist() == [[7] * 4] * 3
+        assert trainer.predict(data).predictions.shape == (3, width)
+    trainer = HFTrainer(model, arguments(), preprocess_logits_for_metrics=lambda tokens, labels: tokens[:, :4] + 2)
+    assert trainer.predict(data).predictions.tolist() == [[7] * 4] * 3
 
 
 def test_generated_predictions_are_the_same_in_every_split(arguments: Any) -> None:
+    sizes = ({"per_device_eval_batch_size": size, "generation_max_length": 30} for size in (2, 7))
     first, other = (
-        HFTrainer(
-            ending(t5()), arguments(per_device_eval_batch_size=size, generation_max_length=30), compute_metrics=score
-        ).predict(Tokens(7, "pairs"))
-        for size in (2, 7)
+        HFTrainer(ending(t5()), arguments(**fields), compute_metrics=score).predict(Tokens(7, "pairs"))
+        for fields in sizes
     )
     assert np.array_equal(first.predictions, other.predictions) and np.array_equal(first.labels, other.labels)
     assert first.metrics == pytest.approx(other.metrics, rel=1e-6)
     assert set(first.labels[:, -1]) == {-100} and -100 not in first.predictions and 0 in first.predictions[:, -1]
 
 
-def test_loss_is_that_of_an_evaluation_without_generation(arguments: Any) -> None:
-    options = {"eval_dataset": Tokens(7), "compute_metrics": lambda p: {"x": 1.0}}
-    losses = [
-        HFTrainer(llama(), arguments(predict_with_generate=generates), **options).evaluate()["eval_loss"]
-        for generates in (True, False)
-    ]
-    assert losses[0] == losses[1]
-
-
 def test_evaluate_generates_nothing_without_metrics(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = t5()
-    trainer = HFTrainer(model, arguments(), eval_dataset=Tokens(3, "pairs"))
+    model, data = t5(), Tokens(3, "pairs")
+    trainer = HFTrainer(model, arguments(), eval_dataset=data)
     monkeypatch.setattr(model, "generate", None)
     assert trainer.evaluate().keys() == {"eval_loss"}
     with pytest.raises(TypeError):
-        trainer.predict(Tokens(3, "pairs"))
+        trainer.predict(data)
     trainer = HFTrainer(bert(), arguments(prediction_loss_only=True), eval_dataset=Tokens(3, "classes"))
     assert trainer.evaluate().keys() == {"eval_loss"}
 
@@ -116,30 +104,25 @@ SAMPLED = GenerationConfig(do_sample=True, max_new_tokens=8, pad_token_id=0, dec
 
 def test_sampling_leaves_the_training_unchanged(arguments: Any) -> None:
     """And the best is selected by what is generated."""
-    models, predictions = [], []
+    predictions = []
 
     def record(prediction: Any) -> dict[str, float]:
         predictions.append(prediction.predictions.tolist())
         return score(prediction)
 
-    for strategy in ("steps", "no"):
-        args = arguments(
-            eval_strategy=strategy, eval_steps=1, max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2,
-            generation_config=SAMPLED, metric_for_best_model="tokens", greater_is_better=False,
-        )  # fmt: skip
-        trainer = HFTrainer(
-            t5(dropout=0.3), args, Tokens(8, "pairs"), Tokens(3, "pairs"), compute_metrics=record,
-            data_collator=transformers.default_data_collator,
-        )  # fmt: skip
-        metrics = trainer.train()
-        models.append(weights(trainer.model))
-        if strategy == "steps":
-            assert metrics["best_valid"]["eval_tokens"] == min(row["eval_tokens"] for row in metrics["valid"])
-    assert distance(*models) == 0
+    fields = {"eval_steps": 1, "max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-2}
+    fields |= {"generation_config": SAMPLED, "metric_for_best_model": "tokens", "greater_is_better": False}
+    options = {"compute_metrics": record, "data_collator": transformers.default_data_collator}
+    plain, trainer = (
+        fit(HFTrainer(t5(dropout=0.3), args, Tokens(8, "pairs"), Tokens(3, "pairs"), **options))
+        for args in (arguments(eval_strategy=strategy, **fields) for strategy in ("no", "steps"))
+    )
+    metrics = trainer.metrics
+    assert metrics["best_valid"]["eval_tokens"] == min(row["eval_tokens"] for row in metrics["valid"])
+    assert distance(weights(plain.model), weights(trainer.model)) == 0 < distance(weights(plain.model), weights(t5()))
     trainer.evaluate()
     trainer.evaluate()
     assert predictions[-1] == predictions[-2]  # a repeated evaluation gives the same
-    assert distance(models[0], weights(t5())) > 0
 
 
 def test_generation_config_is_saved_with_the_model(arguments: Any, tmp_path: Path) -> None:
@@ -198,11 +181,9 @@ def test_generation_options_may_be_those_of_a_call(arguments: Any, name: str) ->
     for kind in KINDS:
         trainer: Any = kind(ending(t5()).eval(), arguments(generation_max_length=12), compute_metrics=score)
         trainer.model.generation_config.max_length = None
-        metrics = trainer.evaluate(Tokens(4), **options)
+        called, plain = trainer.evaluate(Tokens(4), **options), trainer.evaluate(Tokens(4))
         predictions = trainer.predict(Tokens(4), metric_key_prefix="own", **options).predictions.tolist()
-        plain = trainer.evaluate(Tokens(4))
-        pairs = [(row["eval_tokens"], row["eval_width"]) for row in (metrics, plain)]
-        results.append((predictions, *pairs))
+        results.append((predictions, *((row["eval_tokens"], row["eval_width"]) for row in (called, plain))))
     assert results[0] == results[1] and results[0][1] != results[0][2]
 
 

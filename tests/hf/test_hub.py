@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from huggingface_hub.utils import filter_repo_objects
 from marks import thinned
 from recipes import callback, fit, same, weights
 from tiny import bert
-from transformers import BertForSequenceClassification, ByT5Tokenizer, TrainingArguments
+from transformers import BertForSequenceClassification, ByT5Tokenizer
 
 from omnitrain import HFTrainer, HFTrainingArguments
 from omnitrain.core.errors import ConfigError
@@ -25,11 +26,10 @@ class Hub:
     """Keeps what is uploaded under `folder`, at once or when `finish` is called, and lists it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.is_slow, self.is_down = folder, False, False
         self.sent: list[tuple[str, str]] = []
         """Where to in the repository, and the message of the commit."""
         self.made: list[str] = []
-        self.is_slow = self.is_down = False
         self.waiting: list[tuple[Future[str], Any]] = []
 
     def create_repo(self, name: str, **options: Any) -> Any:
@@ -70,14 +70,17 @@ class Hub:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     hub = Hub(tmp_path / "hub")
-    for name, value in (
-        ("upload_folder", hub.upload_folder), ("create_repo", hub.create_repo), ("hf_api", lambda: hub)
-    ):  # fmt: skip
-        if hasattr(transformers.trainer, name):  # the first two in older versions, the last in newer ones
-            monkeypatch.setattr(transformers.trainer, name, value)
+    functions = {"upload_folder": hub.upload_folder, "create_repo": hub.create_repo, "hf_api": lambda: hub}
+    for name, function in functions.items():  # the first two in older versions, the last in newer ones
+        if hasattr(transformers.trainer, name):
+            monkeypatch.setattr(transformers.trainer, name, function)
     return hub
 
 
+DEFAULTS = {
+    "max_steps": 6, "per_device_train_batch_size": 4, "save_steps": 2, "save_strategy": "steps", "push_to_hub": True,
+    "learning_rate": 0.01, "hub_model_id": "me/mine", "eval_strategy": "steps", "eval_steps": 2,
+}  # fmt: skip
 LINES = [{**TOKENIZER("abcdefghijklmnopq"[index:]), "label": index % 2} for index in range(16)]
 
 
@@ -86,19 +89,12 @@ def classifier() -> Any:
 
 
 @pytest.fixture
-def build(tmp_path: Path) -> Any:
+def build(arguments: Any) -> Any:
     """Makes a trainer of 6 steps of 4 samples, with a checkpoint every other step."""
 
-    def make(kind: Any = TrainingArguments, callbacks: Any = (), stock: bool = False, **options: Any) -> HFTrainer:
-        defaults = {
-            "output_dir": str(tmp_path / "run"), "max_steps": 6, "per_device_train_batch_size": 4, "save_steps": 2,
-            "save_strategy": "steps", "use_cpu": True, "report_to": "none", "push_to_hub": True, "learning_rate": 0.01,
-            "hub_model_id": "me/mine", "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": False,
-        }  # fmt: skip
-        return HFTrainer(
-            classifier(), kind(**{**defaults, **options}), LINES, LINES, processing_class=TOKENIZER, progress_bar=False,
-            callbacks=callbacks, stock_checkpoints=stock,
-        )  # fmt: skip
+    def make(folder: str = "run", stock: bool = False, callbacks: Any = (), **fields: Any) -> HFTrainer:
+        options = {"processing_class": TOKENIZER, "progress_bar": False, "callbacks": callbacks}
+        return HFTrainer(classifier(), arguments(folder, **fields), LINES, LINES, stock_checkpoints=stock, **options)
 
     return make
 
@@ -131,11 +127,10 @@ def test_end_strategy_uploads_on_save_model_and_push(hub: Hub, build: Any, tmp_p
     assert same(opened(tmp_path / "final"), weights(trainer.get_model()))
     trainer.push_to_hub()
     assert hub.sent[1:] == [("", "End of training")]
-    run = {path.name for path in Path(trainer.save_dir).iterdir() if path.is_file()}
-    uploaded = {path.name for path in hub.folder.rglob("*") if path.is_file()}
-    assert {"run.json", "config.yaml", "metrics.jsonl"} <= run
+    uploaded, ours = {path.name for path in hub.folder.rglob("*")}, {"run.json", "config.yaml", "metrics.jsonl"}
+    assert all((Path(trainer.save_dir) / name).is_file() for name in ours)
     assert {"model.safetensors", "config.json", "README.md", "training_args.bin"} <= uploaded
-    assert not uploaded & {"run.json", "config.yaml", "metrics.jsonl", "run.lock"}
+    assert not uploaded & {*ours, "run.lock"}
 
 
 def test_nothing_is_uploaded_without_push_to_hub(hub: Hub, build: Any, tmp_path: Path) -> None:
@@ -150,11 +145,11 @@ def test_nothing_is_uploaded_without_push_to_hub(hub: Hub, build: Any, tmp_path:
 @pytest.mark.parametrize(
     ("strategy", "limit"), thinned([("checkpoint", 1), ("all_checkpoints", None)], [("checkpoint", 1)])
 )
-def test_uploaded_checkpoints_can_be_resumed(hub: Hub, build: Any, strategy: str, limit: Any, tmp_path: Path) -> None:
+def test_uploaded_checkpoints_can_be_resumed(hub: Hub, build: Any, strategy: str, limit: Any) -> None:
     folders = ["last-checkpoint"] * 2 if strategy == "checkpoint" else ["checkpoint-2", "checkpoint-3"]
     build(hub_strategy=strategy, save_total_limit=limit, max_steps=3).train()
     assert [folder for folder, _ in hub.sent] == [entry for folder in folders for entry in ("", folder)]
-    more = build(push_to_hub=False, max_steps=4, output_dir=str(tmp_path / "more"))
+    more = build(push_to_hub=False, max_steps=4, folder="more")
     more.train(resume_from=hub.folder / folders[-1], allow_change={"lr_scheduler"})
     assert more.progress.step == 4
 
@@ -189,13 +184,11 @@ def test_checkpoint_is_not_deleted_during_its_upload(hub: Hub, build: Any, monke
 def test_upload_that_fails_is_logged_and_ends_no_run(
     hub: Hub, build: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_started: bool
 ) -> None:
-    def fail(folder: str) -> None:
-        raise OSError(28, "No space left on device")
-
     trainer, message = build(max_steps=2), "upload to the Hub has failed: no route to host"
     hub.is_down = is_started
     if not is_started:
-        monkeypatch.setattr(trainer.engine, "_push_from_checkpoint", fail)
+        error = OSError(28, "No space left on device")
+        monkeypatch.setattr(trainer.engine, "_push_from_checkpoint", mock.Mock(side_effect=error))
         message = "could not be sent to the Hub: [Errno 28]"
     assert trainer.train()["stop_reason"] == "max_steps"
     assert sum(message in text for text in caplog.messages) == 1
@@ -215,8 +208,8 @@ def test_signal_leaves_the_last_checkpoint_on_disk(hub: Hub, build: Any) -> None
 
 def test_model_card_has_the_numbers_of_the_run(hub: Hub, build: Any) -> None:
     options = {"num_train_epochs": 2, "gradient_accumulation_steps": 2, "seed": 7}
-    options |= {"save_strategy": "epoch", "eval_strategy": "epoch"}
-    trainer = build(HFTrainingArguments, max_steps=-1, **options)
+    options |= {"save_strategy": "epoch", "eval_strategy": "epoch", "max_steps": -1}
+    trainer = build(kind=HFTrainingArguments, **options)
     metrics = trainer.train()
     assert hub.sent == [("", "Training in progress, epoch 1"), ("", "Training in progress, epoch 2")]
     trainer.push_to_hub(tags="small", language="en")

@@ -1,6 +1,5 @@
 """`label_smoothing_factor`: the formula, and the weights of micro-batches."""
 
-import logging
 from typing import Any
 
 import pytest
@@ -24,17 +23,15 @@ DEFAULTS = {
 )
 def test_smoothed_loss_and_update_are_those_of_a_stock_trainer(arguments: Any, model: Any, data: str) -> None:
     args = arguments(per_device_train_batch_size=6, per_device_eval_batch_size=6, logging_steps=1)
-    results = []
+    samples, losses, ends = Tokens(6, data), [], []
     for kind in (transformers.Trainer, HFTrainer):
-        trainer: Any = kind(model().float(), args, train_dataset=Tokens(6, data))
-        evaluated = trainer.evaluate(Tokens(6, data))["eval_loss"]
+        trainer: Any = kind(model().float(), args, train_dataset=samples)
+        evaluated = trainer.evaluate(samples)["eval_loss"]
         trainer.train()
-        loss = next(row["loss"] for row in trainer.state.log_history if "loss" in row)
-        results.append((evaluated, loss, weights(trainer.model)))
-    (stock_evaluated, stock_loss, stock_weights), (evaluated, loss, own_weights) = results
-    assert evaluated == pytest.approx(stock_evaluated, rel=1e-5)
-    assert loss == pytest.approx(stock_loss, rel=1e-4)  # which a stock trainer rounds
-    assert distance(own_weights, stock_weights) <= 1e-6
+        losses.append([evaluated, next(row["loss"] for row in trainer.state.log_history if "loss" in row)])
+        ends.append(weights(trainer.model))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # which a stock trainer rounds
+    assert distance(*ends) <= 1e-6
 
 
 @pytest.mark.parametrize("model", [llama, Tagger], ids=["causal", "plain module"])
@@ -59,12 +56,10 @@ def unshifted(logits: Any, labels: Any, vocab_size: int, **_: Any) -> torch.Tens
 @pytest.mark.parametrize("loss", ["masked", "custom", "causal"])
 def test_smoothed_loss_shifts_as_the_loss_of_the_model(arguments: Any, loss: str) -> None:
     """A decoder that is trained to fill gaps has the class of a causal model, and the loss of another."""
-    masked = transformers.loss.loss_utils.ForMaskedLMLoss
     model, data, is_causal = llama(), Tokens(4), loss == "causal"
     if not is_causal:
-        model.loss_function = {"masked": masked, "custom": unshifted}[loss]
-    trainer = HFTrainer(model, arguments(), data)
-    assert trainer.settings.loss_fn.shift == is_causal
+        model.loss_function = {"masked": transformers.loss.loss_utils.ForMaskedLMLoss, "custom": unshifted}[loss]
+    assert HFTrainer(model, arguments(), data).settings.loss_fn.shift == is_causal
     args = arguments(label_smoothing_factor=0.0)
     HFTrainer(model, args, data, loss_fn=CrossEntropy(shift=is_causal))
     if is_causal:
@@ -91,20 +86,17 @@ def test_evaluated_loss_is_the_mean_over_labels(arguments: Any) -> None:
 
 
 FACTOR = "label_smoothing_factor=0.2"
-BART = {
-    "vocab_size": 32, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8,
-}  # fmt: skip
-XLNET = {"vocab_size": 32, "d_model": 8, "n_layer": 1, "n_head": 2, "d_inner": 8}
+SMALL = {"vocab_size": 32, "d_model": 8}
+BART = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
 
 
 def bart_decoder() -> Any:
     """A model whose class has its own loss, which does not shift labels."""
-    return transformers.BartForCausalLM(transformers.BartConfig(**BART))
+    return transformers.BartForCausalLM(transformers.BartConfig(**SMALL, **BART))
 
 
 def xlnet() -> Any:
-    return transformers.XLNetLMHeadModel(transformers.XLNetConfig(**XLNET))
+    return transformers.XLNetLMHeadModel(transformers.XLNetConfig(**SMALL, n_layer=1, n_head=2, d_inner=8))
 
 
 @pytest.mark.parametrize(
@@ -132,10 +124,8 @@ def test_smoothing_leaves_out_multi_label_problems(arguments: Any, caplog: pytes
     data = [{"input_ids": row["input_ids"], "labels": torch.tensor([1.0, 0.0, 1.0]).double()} for row in Tokens(4)]
     results = []
     for factor in (0.0, 0.2):
-        model = bert(problem_type="multi_label_classification")
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "omnitrain"):
-            trainer = HFTrainer(model, arguments(label_smoothing_factor=factor), data)
+        args = arguments(label_smoothing_factor=factor)
+        trainer = HFTrainer(bert(problem_type="multi_label_classification"), args, data)
         assert ("label_smoothing_factor" in caplog.text) == bool(factor)
         results.append(trainer.evaluate(data))
     assert results[0] == results[1]

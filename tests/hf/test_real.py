@@ -1,6 +1,5 @@
-"""Real models, tokenizers, collators, datasets and reports."""
+"""A real tokenizer, collator, dataset and report."""
 
-import inspect
 import random
 import sysconfig
 from pathlib import Path
@@ -8,19 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import transformers
-from recipes import distance, fit, same, weights
-from tiny import bert, llama, t5
+from recipes import fit, same, weights
+from tiny import bert
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-from transformers import (
-    BertForSequenceClassification,
-    DataCollatorForLanguageModeling,
-    DataCollatorForSeq2Seq,
-    EvalPrediction,
-    PreTrainedTokenizerFast,
-    Seq2SeqTrainingArguments,
-)
+from transformers import BertForSequenceClassification, EvalPrediction, PreTrainedTokenizerFast
 
 from omnitrain import HFTrainer
 
@@ -61,12 +52,6 @@ def parts(tokenizer: Any) -> Any:
     dataset = datasets.Dataset.from_dict({**rows, "number": list(range(48))})  # a column that no model takes
     dataset = dataset.map(lambda row: tokenizer(row["text"], truncation=True))
     return dataset.select(range(35)), dataset.select(range(35, 48))
-
-
-@pytest.fixture(scope="module")
-def texts(parts: Any) -> Any:
-    """Samples of tokens only; a collator derives the labels."""
-    return parts[0].remove_columns(["text", "label", "number"])
 
 
 DEFAULTS = {
@@ -118,61 +103,13 @@ def test_classifier_is_trained_evaluated_reported_and_saved(
 
 
 def test_tokenizer_of_a_collator_is_saved(parts: Any, tokenizer: Any, arguments: Any, tmp_path: Path) -> None:
-    files, kinds = {}, (transformers.Trainer, HFTrainer)
-    for kind in kinds:
-        args = arguments(kind.__name__, max_steps=1, save_strategy="steps")
-        trainer: Any = kind(
-            classifier(), args, train_dataset=parts[0], data_collator=transformers.DataCollatorWithPadding(tokenizer)
-        )
-        trainer.train()
-        trainer.save_model(str(tmp_path / kind.__name__ / "model"))
-        (checkpoint,) = (tmp_path / kind.__name__).glob("checkpoint-*")
-        folders = checkpoint, tmp_path / kind.__name__ / "model"
-        files[kind] = [{path.name for path in folder.glob("*token*")} for folder in folders]
-        assert transformers.AutoTokenizer.from_pretrained(checkpoint)("a b") == tokenizer("a b")
-    assert files[kinds[0]] == files[kinds[1]] and all(files[HFTrainer])
-
-
-@pytest.mark.skipif(
-    not hasattr(transformers.Trainer, "_get_num_items_in_batch")
-    or "_loss_shifts_labels" not in inspect.getsource(transformers.Trainer),
-    reason="this version of transformers divides by the first labels too, which nothing predicts",
-)
-def test_language_model_takes_the_steps_of_a_stock_trainer(texts: Any, tokenizer: Any, arguments: Any) -> None:
-    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-    args = arguments(
-        num_train_epochs=1, gradient_accumulation_steps=2, per_device_train_batch_size=4, optim="sgd",
-        learning_rate=0.5, train_sampling_strategy="sequential",
-    )  # fmt: skip
-    results = []
+    files = []
     for kind in (transformers.Trainer, HFTrainer):
-        model = llama(vocabulary=SIZE)  # of GPT-2, stock counts the first labels, which nothing predicts
-        trainer: Any = kind(model, args, train_dataset=texts, data_collator=collator)
-        trainer.train()
-        results.append(weights(trainer.model))
-    assert distance(*results) <= 1e-7
-
-
-def best_tokens(logits: Any, labels: Any) -> torch.Tensor:
-    return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)  # by the release
-
-
-def test_seq2seq_model_is_trained_and_scored_by_token(texts: Any, tokenizer: Any, arguments: Any) -> None:
-    pairs = texts.map(lambda row: {"labels": row["input_ids"][: 3 + len(row["input_ids"]) // 2]})
-
-    def metrics(prediction: EvalPrediction) -> dict[str, float]:
-        mask = prediction.label_ids != -100
-        assert prediction.predictions.shape == prediction.label_ids.shape
-        return {"token_accuracy": float((prediction.predictions == prediction.label_ids)[mask].mean())}
-
-    model = t5(vocabulary=SIZE)
-    args = arguments(
-        kind=Seq2SeqTrainingArguments, eval_strategy="epoch", metric_for_best_model="token_accuracy", num_train_epochs=1
-    )  # fmt: skip
-    trainer = HFTrainer(
-        model, args, pairs, pairs.select(range(9)), data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
-        compute_metrics=metrics, preprocess_logits_for_metrics=best_tokens,
-    )  # fmt: skip
-    row = trainer.train()["best_valid"]
-    assert trainer.objective.direction == "max" and 0 <= row["eval_token_accuracy"] <= 1
-    assert trainer.predict(pairs.select(range(5))).predictions.shape[0] == 5
+        folder = tmp_path / kind.__name__
+        args = arguments(kind.__name__, max_steps=1, save_strategy="steps")
+        collator = transformers.DataCollatorWithPadding(tokenizer)
+        trainer: Any = fit(kind(classifier(), args, train_dataset=parts[0], data_collator=collator))
+        trainer.save_model(str(folder / "model"))
+        files.append([{path.name for path in folder.glob(f"{name}/*token*")} for name in ("checkpoint-*", "model")])
+        assert transformers.AutoTokenizer.from_pretrained(folder / "model")("a b") == tokenizer("a b")
+    assert files[0] == files[1] and all(files[1])

@@ -9,7 +9,7 @@ import transformers
 from counting import Streamed
 from datasets import Dataset as Table
 from marks import thinned
-from recipes import Noisy, StopAt, distance, fit, rows, t16, weights
+from recipes import Noisy, StopAt, distance, fit, rows, t16, trainer_on_cpu, weights
 from tiny import Tokens, bert, gpt
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
@@ -76,18 +76,15 @@ def test_sampling_fields_are_rejected_for_streams(arguments: Any) -> None:
 
 
 def test_data_seed_sets_the_order_and_seed_the_rest(arguments: Any) -> None:
-    indices, models = {}, {}
+    indices, noise = {}, {}
     for name, fields in {"both": {"seed": 1, "data_seed": 7}, "seven": {"seed": 7}, "one": {"seed": 1}}.items():
         data = Numbered(13)
         HFTrainer(bert(), arguments(**fields), data).train()
         indices[name] = data.indices
         args = arguments(max_steps=1, per_device_train_batch_size=10, **fields)  # a single step of all samples
-        models[name] = t16(0.0)
-        HFTrainer(models[name], args, Noisy(10), loss_fn=F.mse_loss, progress_bar=False).train()
+        noise[name] = weights(fit(HFTrainer(t16(), args, Noisy(10), loss_fn=F.mse_loss, progress_bar=False)).model)
     assert indices["both"] == indices["seven"] != indices["one"]
-    # with the noise that each sample has by `seed`
-    assert distance(weights(models["both"]), weights(models["one"])) <= 1e-12
-    assert distance(weights(models["both"]), weights(models["seven"])) > 1e-12
+    assert distance(noise["both"], noise["one"]) <= 1e-12 < distance(noise["both"], noise["seven"])
 
 
 def ragged() -> list[dict[str, list[int]]]:
@@ -109,12 +106,9 @@ def test_group_by_length_batches_samples_of_similar_length(arguments: Any, kind:
     trainer = HFTrainer(gpt(), args, train_dataset=data)
     assert trainer.train_dataset is data
     assert order_of(trainer) == GroupByLength(data, 6).epoch_order(0, args.seed).tolist()
-    trainer.train()
-    assert trainer.state.global_step == 5
-    native = fit(Trainer(
-        gpt(), GroupByLength(data, 6), batch_size=6, epochs=1, learning_rate=args.learning_rate, device="cpu",
-        lr_scheduler="linear", progress_bar=False,
-    ))  # fmt: skip
+    assert fit(trainer).state.global_step == 5
+    options = {"batch_size": 6, "epochs": 1, "learning_rate": args.learning_rate, "lr_scheduler": "linear"}
+    native = fit(trainer_on_cpu(Trainer, gpt(), GroupByLength(data, 6), **options))
     assert distance(weights(trainer.model), weights(native.model)) < 1e-6
 
 
@@ -127,28 +121,23 @@ def test_length_column_is_used_and_need_not_be_an_input(arguments: Any) -> None:
 
 
 def test_global_batch_size_need_not_be_a_multiple(arguments: Any) -> None:
-    losses = []
-    for kind, options in ((Trainer, {"device": "cpu"}), (HFTrainer, {})):
-        trainer: Any = kind(
-            t16(), train_dataset=rows(25), loss_fn=F.mse_loss, learning_rate=0.05, epochs=2, batch_size=3, log_steps=1,
-            global_batch_size=7, progress_bar=False, **options,
-        )  # fmt: skip
-        losses.append([row["train_loss"] for row in trainer.train()["train_metrics_history"]])
-        assert (trainer.steps_per_epoch, trainer.progress.step, trainer.progress.samples) == (4, 8, 50)
-        assert trainer.gradient_accumulation_steps == 3
+    options = {"loss_fn": F.mse_loss, "learning_rate": 0.05, "epochs": 2, "batch_size": 3, "global_batch_size": 7}
+    native, trainer = (
+        fit(trainer_on_cpu(kind, t16(), rows(25), log_steps=1, **options)) for kind in (Trainer, HFTrainer)
+    )
+    losses = [[row["train_loss"] for row in each.metrics["train_metrics_history"]] for each in (native, trainer)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
+    assert (trainer.steps_per_epoch, trainer.progress.step, trainer.progress.samples) == (4, 8, 50)
+    assert trainer.gradient_accumulation_steps == 3
     assert trainer.get_total_train_batch_size(trainer.engine.args) == 7
     args = arguments(dataloader_drop_last=True)
-    trainer = HFTrainer(t16(), args, rows(25), loss_fn=F.mse_loss, global_batch_size=7)
-    trainer.train()  # drops the last step
+    trainer = fit(HFTrainer(t16(), args, rows(25), loss_fn=F.mse_loss, global_batch_size=7))  # drops the last step
     assert (trainer.progress.step, trainer.progress.samples) == (6, 42)
 
 
 def test_global_batch_size_of_a_custom_loader_is_a_multiple() -> None:
-    class CustomLoader(HFTrainer):
-        def get_train_dataloader(self) -> Any:
-            return DataLoader(self.train_dataset, batch_size=3)
-
-    trainer = CustomLoader(t16(), None, rows(25), loss_fn=F.mse_loss, batch_size=3, global_batch_size=7)
+    members = {"get_train_dataloader": lambda self: DataLoader(self.train_dataset, batch_size=3)}
+    kind = type("CustomLoader", (HFTrainer,), members)
+    trainer = kind(t16(), None, rows(25), loss_fn=F.mse_loss, batch_size=3, global_batch_size=7)
     with pytest.raises(ConfigError, match=r"`global_batch_size=7` must be a multiple of .* 3 x 1 with a custom loader"):
         trainer.train()

@@ -88,29 +88,25 @@ def search(trainer: Any, **options: Any) -> Any:
 # --- model_init
 
 
+def draws() -> tuple[float, ...]:
+    return torch.rand(1).item(), random.random(), np.random.rand()
+
+
 def test_model_init_is_called_after_the_seed(arguments: Any) -> None:
-    trainer = build(arguments())
+    """That of either side; the generators of the program are unchanged."""
+    transformers.set_seed(11)
+    expected = draws()
+    transformers.set_seed(11)
+    trainers = build(arguments()), build(seed=3, eval_dataset=None), build(seed=6, eval_dataset=None)
+    assert draws() == expected
     transformers.set_seed(3)
-    expected = build(arguments(), model=fresh(), model_init=None)
-    assert same(weights_of(trainer), weights_of(expected))
-    assert trainer.train() == expected.train()
-    assert same(weights_of(trainer), weights_of(expected))
-
-
-def test_model_init_has_the_seed_of_a_trainer_without_arguments() -> None:
-    transformers.set_seed(11)
-    expected = torch.rand(1), random.random(), np.random.rand()
-    transformers.set_seed(11)
-    trainers = build(seed=5, eval_dataset=None), build(seed=6, eval_dataset=None)
-    assert (torch.rand(1), random.random(), np.random.rand()) == expected  # the generators are unchanged
-    transformers.set_seed(5)
-    model = fresh()
-    assert [same(weights_of(trainer), weights(model)) for trainer in trainers] == [True, False]
+    plain = build(arguments(), model=fresh(), model_init=None)
+    assert [same(weights_of(trainer), weights_of(plain)) for trainer in trainers] == [True, True, False]
+    assert trainers[0].train() == plain.train() and same(weights_of(trainers[0]), weights_of(plain))
 
 
 def test_model_init_makes_a_new_model_for_each_run(arguments: Any) -> None:
-    models: list[Any] = []
-    events: list[str] = []
+    models, events = list[Any](), list[str]()
     trainer = build(arguments(optim="sgd"), model_init=noting(models))
     trainer.engine.add_callback(counting(events))
     results = []
@@ -171,30 +167,25 @@ def test_search_finds_the_best_of_a_loop_over_trainers(arguments: Any) -> None:
     trainer, events = build(arguments()), list[str]()
     trainer.engine.add_callback(counting(events))
     best = search(trainer)
-    runs = {rate: build(arguments(learning_rate=rate)).train() for rate in RATES}
-    losses = {rate: metrics["valid"][-1]["eval_loss"] for rate, metrics in runs.items()}
+    losses = {rate: build(arguments(learning_rate=rate)).train()["valid"][-1]["eval_loss"] for rate in RATES}
     rate = min(losses, key=losses.__getitem__)
     assert best.hyperparameters == {"learning_rate": rate} and best.objective == losses[rate]
     assert len(set(losses.values())) == 3 and events.count("on_train_begin") == 3
     assert trainer.train() == build(arguments()).train()  # with the arguments of before the search
-    several = search(
-        build(arguments(max_steps=1)), direction=["minimize", "maximize"], n_trials=2,
-        compute_objective=lambda metrics: [metrics["eval_loss"], metrics["eval_loss"]],
-    )  # fmt: skip
-    assert len(several) == 2
+    options = {"direction": ["minimize", "maximize"], "compute_objective": lambda metrics: [metrics["eval_loss"]] * 2}
+    assert len(search(build(arguments(max_steps=1)), n_trials=2, **options)) == 2
 
 
 def test_search_repeats_with_a_seeded_sampler(arguments: Any) -> None:
+    def space(trial: Any) -> dict[str, Any]:
+        size = trial.suggest_categorical("per_device_train_batch_size", [2, 4])
+        return {**by_rate(trial), "per_device_train_batch_size": size, "seed": trial.suggest_int("seed", 1, 40)}
+
     def find() -> Any:
         random.random()  # as the rest of the program continues too
-        return build(arguments(max_steps=2)).hyperparameter_search(
-            lambda trial: {
-                **by_rate(trial),
-                "per_device_train_batch_size": trial.suggest_categorical("per_device_train_batch_size", [2, 4]),
-                "seed": trial.suggest_int("seed", 1, 40),
-            },
-            n_trials=3, sampler=optuna.samplers.TPESampler(seed=1, n_startup_trials=2), backend="optuna",
-        )  # fmt: skip
+        sampler = optuna.samplers.TPESampler(seed=1, n_startup_trials=2)
+        trainer = build(arguments(max_steps=2))
+        return trainer.hyperparameter_search(space, n_trials=3, sampler=sampler, backend="optuna")
 
     assert find() == find()
 
@@ -203,13 +194,12 @@ def test_trial_has_its_values_and_its_folder(arguments: Any, tmp_path: Path) -> 
     runs: list[Any] = []
     args = arguments(save_strategy="epoch", max_steps=-1)
     trainer = build(args, callbacks=[callback(on_train_end=runs.append)], save_dir=args.output_dir)
-    values = {"num_train_epochs": 1, "per_device_train_batch_size": 5, "seed": 9, "bf16": True, "optim": "sgd",
-              "lr_scheduler_type": "cosine"}  # fmt: skip
+    values = {"num_train_epochs": 1, "per_device_train_batch_size": 5, "seed": 9, "bf16": True, "optim": "sgd"}
+    values |= {"lr_scheduler_type": "cosine"}
     search(trainer, hp_space=lambda trial: {**by_rate(trial), **values}, n_trials=2)
     first, second, folder = *runs, tmp_path / "run"
     assert (first.progress.step, first.batch_size, first.seed, first.precision.name) == (4, 5, 9, "bf16")
-    assert isinstance(first.optimizer, torch.optim.SGD)
-    assert first.settings.lr_scheduler == "cosine"
+    assert isinstance(first.optimizer, torch.optim.SGD) and first.settings.lr_scheduler == "cosine"
     assert (folder / "run-0" / "checkpoint-4" / "omnitrain.json").exists()
     assert sorted(path.name for path in folder.iterdir()) == ["run-0", "run-1"]
     assert first.get_model() is not second.get_model()
@@ -230,31 +220,28 @@ class Scaled(HFTrainer):
 
 
 def test_trial_has_the_arguments_of_the_trainer(arguments: Any) -> None:
-    metrics: list[dict[str, float]] = []
-    events: list[str] = []
-    trials: list[Any] = []
+    scores, events, trials = list[dict[str, float]](), list[str](), list[Any]()
 
     def error(outputs: Any) -> dict[str, float]:
         return {"error": float(np.abs(outputs.predictions - outputs.label_ids).mean())}
 
-    def objective(values: dict[str, float]) -> float:
-        metrics.append(values)
-        return values["eval_error"]
-
     def note(args: Any, state: Any, *_: Any, **__: Any) -> None:
         trials.append((state.is_hyper_param_search, state.trial_name, state.trial_params))
 
-    callbacks = [
-        counting(events, Callback, "on_step_end", "on_train_end"), callback(TrainerCallback, on_train_begin=note)
-    ]  # fmt: skip
+    counts = counting(events, Callback, "on_step_end", "on_train_end")
     options = {"scale": 3.0, "compute_metrics": error, "patience": 1}
-    trainer = build(arguments(max_steps=6), Scaled, callbacks=callbacks, **options)
-    name = lambda trial: f"rate-{trial.params['learning_rate']}"  # noqa: E731
-    best = search(trainer, compute_objective=objective, hp_name=name)
+    trainer = build(
+        arguments(max_steps=6), Scaled, callbacks=[counts, callback(TrainerCallback, on_train_begin=note)], **options
+    )
+    best = search(
+        trainer,
+        compute_objective=lambda metrics: scores.append(metrics) or metrics["eval_error"],
+        hp_name=lambda trial: f"rate-{trial.params['learning_rate']}",
+    )
     expected = build(arguments(max_steps=6, **best.hyperparameters), Scaled, callbacks=[], **options)
     assert expected.train()["valid"][-1]["eval_error"] == best.objective
-    assert {*metrics[0]} == {"eval_loss", "eval_error"}
-    assert events.count("on_train_end") == 3 and events.count("on_step_end") == 2 * len(metrics)
+    assert {*scores[0]} == {"eval_loss", "eval_error"}
+    assert events.count("on_train_end") == 3 and events.count("on_step_end") == 2 * len(scores)
     assert sorted(trials) == sorted((True, f"rate-{rate}", {"learning_rate": rate}) for rate in RATES)
 
 

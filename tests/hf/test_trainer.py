@@ -1,11 +1,9 @@
 """HFTrainer's loop. What all trainers share is in test_parity.py, real models are in test_real.py."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,14 +12,13 @@ from marks import thinned
 from recipes import Keyed, KeyedModel, Noisy, StopAt, Trace, callback, distance, fit, rows, same, setting, t16, weights
 from safetensors.torch import load_file
 from torch import nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 from omnitrain import HFTrainer, Trainer
 from omnitrain.core.errors import CheckpointError, ConfigError
 from omnitrain.hf.engine import Engine
 from omnitrain.hf.trainer import NEVER_CALLED
 
-NATIVE_AND_HF: tuple[Any, Any] = (Trainer, HFTrainer)
 DEFAULTS = {
     "num_train_epochs": 2, "per_device_train_batch_size": 4, "learning_rate": 0.05, "eval_strategy": "steps",
     "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "logging_steps": 2, "seed": 3,
@@ -95,17 +92,18 @@ def test_subclass_rejects_members_that_are_not_called(bases: Any, members: Any, 
         type("Mine", bases, members)
 
 
+class CountsSteps(Engine):
+    steps = 0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.steps += 1
+        return super().training_step(*args, **kwargs)
+
+
 def test_engine_class_takes_the_steps() -> None:
-    calls = []
-
-    class Mine(Engine):
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            calls.append("step")
-            return super().training_step(*args, **kwargs)
-
-    subclass = type("Own", (HFTrainer,), {"engine_class": Mine, "my_own": lambda self: None})
+    subclass = type("Own", (HFTrainer,), {"engine_class": CountsSteps, "my_own": lambda self: None})
     trainer = trained(t16(), rows(8), kind=subclass, epochs=1)
-    assert len(calls) == 2 and isinstance(trainer.engine, transformers.Trainer)
+    assert trainer.engine.steps == 2 and isinstance(trainer.engine, transformers.Trainer)
     with pytest.raises(ConfigError, match=r"Call HFTrainer\.train\(\)"):
         trainer.engine.train()
 
@@ -119,11 +117,9 @@ def test_history_is_that_of_a_stock_trainer(arguments: Any) -> None:
     assert distance(weights(stock.model), weights(trainer.model)) <= 1e-7
     assert len(trainer.state.log_history) == len(stock.state.log_history) == 16
     for row, expected in zip(trainer.state.log_history, stock.state.log_history, strict=True):
-        names = {name for name in expected if not name.startswith("eval_") or name == "eval_loss"}
-        assert names <= set(row)
-        for name in names:
-            if not name.endswith(("runtime", "per_second", "total_flos")):
-                assert row[name] == pytest.approx(expected[name], abs=1e-6), name
+        measured = ("runtime", "per_second", "total_flos")
+        expected = {name: value for name, value in expected.items() if not name.endswith(measured)}
+        assert {name: row[name] for name in expected} == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -148,38 +144,37 @@ def test_stop_flags_wait_for_the_end_of_a_step(
 
 def test_save_flag_writes_a_full_checkpoint_without_intervals(arguments: Any, tmp_path: Path) -> None:
     steps: list[int] = []
-
-    def note(args: Any, state: Any, *_: Any, **__: Any) -> None:
-        steps.append(state.global_step)
-
-    saves = type(callback(TrainerCallback, on_save=note))
+    saves = callback(TrainerCallback, on_save=lambda args, state, *_, **__: steps.append(state.global_step))
+    sets = setting(TrainerCallback, "on_step_end", "should_save", step=3)
     args = arguments(save_strategy="no", eval_steps=1, max_steps=6)
-    straight = keyed(
-        args, callbacks=[setting(TrainerCallback, "on_step_end", "should_save", step=3), saves]
-    )  # an instance, and a class
+    straight = keyed(args, callbacks=[sets, type(saves)])  # an instance, and a class
     assert steps == steps_of(tmp_path / "run") == [3] and straight.store is None
     assert len(straight.metrics["valid"]) == 6
-    assert (tmp_path / "run" / "checkpoint-3" / "omnitrain.json").exists()
     resumed = keyed(args, resume_from=tmp_path / "run" / "checkpoint-3")
     assert same(weights(resumed.model), weights(straight.model))
 
 
-def test_best_checkpoint_goes_by_the_direction_of_its_metric(arguments: Any, tmp_path: Path) -> None:
-    scores = iter([0.9, 0.2, 0.5, 0.5, 0.5])
-    args = arguments(load_best_model_at_end=True, metric_for_best_model="wer", save_total_limit=1)
-    trainer = keyed(args, compute_metrics=lambda _: {"wer": next(scores)}, sanity=False)
-    assert (trainer.metrics["best_step"], trainer.metrics["best_checkpoint"]) == (4, "checkpoint-4")
-    assert steps_of(tmp_path / "run") == [4, 10]
+@pytest.mark.parametrize(
+    ("metric", "scores", "fields", "steps"),
+    [
+        ("wer", [0.9, 0.2, 0.5, 0.5, 0.5], {"save_total_limit": 1}, [4, 10]),
+        ("accuracy", [0.5, 0.4, 0.9, 0.8, 0.7], {"save_strategy": "best"}, [2, 6, 10]),  # the best only, and the last
+    ],
+)
+def test_best_checkpoint_goes_by_the_direction_of_its_metric(
+    arguments: Any, tmp_path: Path, metric: str, scores: list[float], fields: dict[str, Any], steps: list[int]
+) -> None:
+    values = iter(scores)
+    args = arguments(load_best_model_at_end=True, metric_for_best_model=metric, **fields)
+    trainer = keyed(args, compute_metrics=lambda _: {metric: next(values)}, sanity=False)
+    best, folder = steps[-2], tmp_path / "run" / f"checkpoint-{steps[-2]}"
+    assert (trainer.metrics["best_step"], trainer.metrics["best_checkpoint"]) == (best, folder.name)
+    assert steps_of(tmp_path / "run") == steps
     saved = load_file(trainer.store.resolve("best")[0] / "model.safetensors")
     assert same(saved.values(), dict(sorted(trainer.model.state_dict().items())).values())
-    state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())
-    assert (state["best_metric"], state["best_global_step"]) == (0.2, 4)
-    assert state["best_model_checkpoint"] == str(tmp_path / "run" / "checkpoint-4")
-
-
-def feed(kind: Any, resume_from: Any = None, **options: Any) -> Any:
-    """A trainer of random samples, after its run."""
-    return fit(make(t16(dropout=0.3), Noisy(22), kind=kind, **options), resume_from=resume_from)
+    state = json.loads((folder / "trainer_state.json").read_text())
+    assert (state["best_metric"], state["best_global_step"]) == (scores[best // 2 - 1], best)
+    assert state["best_model_checkpoint"] == str(folder)
 
 
 def test_compute_loss_func_is_called_with_outputs_and_labels(arguments: Any) -> None:
@@ -192,13 +187,11 @@ def test_compute_loss_func_is_called_with_outputs_and_labels(arguments: Any) -> 
 
 
 def test_second_train_starts_over_with_the_present_weights(arguments: Any) -> None:
-    results = []
-    for kind in NATIVE_AND_HF:
-        trainer = trained(t16(), rows(20), kind=kind, epochs=1, lr_scheduler="linear")
-        metrics = trainer.train()
-        results.append((trainer.progress.step, len(metrics["train_metrics_history"]), weights(trainer.model)))
-    assert results[0][:2] == results[1][:2] == (5, 1)
-    assert same(results[0][2], results[1][2])
+    native, trainer = (
+        fit(trained(t16(), rows(20), kind=kind, epochs=1, lr_scheduler="linear")) for kind in (Trainer, HFTrainer)
+    )
+    assert trainer.progress.step == 5 and len(trainer.metrics["train_metrics_history"]) == 1
+    assert same(weights(native.model), weights(trainer.model))
     trainer = make(KeyedModel(), Keyed(), arguments(optim="sgd", weight_decay=0.1, max_steps=2, **TRAIN_ONLY))
     for _ in range(2):
         trainer.train()
@@ -207,71 +200,37 @@ def test_second_train_starts_over_with_the_present_weights(arguments: Any) -> No
         assert groups == [(0.1, 2), (0.0, 2)]
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "cut", "workers"),
-    [(Trainer, HFTrainer, 4, 0), (HFTrainer, Trainer, 6, 0),
-     pytest.param(HFTrainer, HFTrainer, 8, 2, marks=pytest.mark.processes)],
-)  # fmt: skip
-def test_resumed_run_is_the_native_run_to_the_bit(
-    tmp_path: Path, first: Any, second: Any, cut: int, workers: int
-) -> None:
-    options = {"epochs": 3, "save_steps": 2, "load_best_at_end": False, "lr_scheduler": "cosine", "warmup_steps": 2}
-    straight = feed(Trainer, save_dir=tmp_path / "straight", **options)
-    options |= {"save_dir": tmp_path / "cut", "num_workers": workers}
-    feed(first, callbacks=[StopAt(cut)], **options)
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(99)
-    trainer = feed(second, "auto", **options)
-    assert same(state_of(trainer), state_of(straight))
-    assert trainer.metrics["train_metrics_history"] == straight.metrics["train_metrics_history"]
-    assert trainer.progress.position == straight.progress.position
-    if first is second is HFTrainer:
-        steps = [row["step"] for row in trainer.state.log_history if "loss" in row]
-        assert steps == list(range(1, trainer.state.global_step + 1))
-
-
 def test_random_draws_of_a_callback_do_not_reach_a_resume(tmp_path: Path) -> None:
     def draw(*_: Any, **__: Any) -> None:
         torch.rand(3)
 
-    draws = callback(TrainerCallback, on_train_begin=draw)
-    straight = feed(HFTrainer, max_steps=3, callbacks=[draws])
-    feed(HFTrainer, max_steps=3, callbacks=[draws, StopAt(2)], save_dir=tmp_path)
-    trainer = feed(HFTrainer, "auto", max_steps=3, callbacks=[draws], save_dir=tmp_path)
-    assert same(state_of(trainer), state_of(straight))
+    def feed(*callbacks: Any, resume_from: Any = None, **options: Any) -> Any:
+        draws = callback(TrainerCallback, on_train_begin=draw)
+        trainer = make(t16(dropout=0.3), Noisy(22), max_steps=8, callbacks=[draws, *callbacks], **options)
+        return fit(trainer, resume_from=resume_from)
+
+    straight = feed()
+    feed(StopAt(4), save_dir=tmp_path)
+    assert same(state_of(feed(resume_from="auto", save_dir=tmp_path)), state_of(straight))
 
 
-def test_stock_trainer_resumes_from_our_checkpoint(arguments: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_fields", [True, False], ids=["training arguments", "our arguments"])
+def test_stock_trainer_resumes_from_our_checkpoint(arguments: Any, tmp_path: Path, by_fields: bool) -> None:
     """With our weights and moments."""
     options = {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2, "eval_strategy": "no", **IN_ORDER}
-    trainer, checkpoint = keyed(arguments(**options), stock_checkpoints=True), tmp_path / "run" / "checkpoint-6"
-    halfway = make(KeyedModel(), Keyed(), arguments(**options))
-    halfway.load_checkpoint(checkpoint)
-    saved = [value["exp_avg"] for value in halfway.optimizer.state_dict()["state"].values()]
-
-    def check(args: Any, state: Any, control: Any, model: Any, optimizer: Any, **_: Any) -> None:
-        assert state.global_step == 6 and state.epoch == pytest.approx(1.2)
-        assert same(weights(model), weights(halfway.model))
-        moments = [entry["exp_avg"] for entry in optimizer.state_dict()["state"].values() if entry]
-        sums = [sum(float(moment.double().sum()) for moment in tensors) for tensors in (moments, saved)]
-        assert sums[0] == pytest.approx(sums[1], abs=1e-12)
-
-    checks = callback(TrainerCallback, on_train_begin=check)
-    stock = transformers.Trainer(KeyedModel(), arguments("stock", **options), train_dataset=Keyed(), callbacks=[checks])
-    stock.train(resume_from_checkpoint=str(checkpoint))
-    assert distance(weights(stock.model), weights(trainer.model)) <= 1e-7
-
-
-def test_stock_trainer_resumes_from_a_run_without_arguments(tmp_path: Path) -> None:
-    options = {"epochs": 2, "save_dir": tmp_path / "run", "save_steps": 3, "max_grad_norm": 1.0, "shuffle": False}
-    trainer = keyed(eval_dataset=None, stock_checkpoints=True, **options)
-    args = TrainingArguments(
-        str(tmp_path / "stock"), num_train_epochs=2, per_device_train_batch_size=4, learning_rate=0.05, use_cpu=True,
-        lr_scheduler_type="constant", report_to="none", save_strategy="no", **IN_ORDER,
-    )  # fmt: skip
-    stock = transformers.Trainer(KeyedModel(), args, train_dataset=Keyed())
-    stock.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
-    assert stock.state.global_step == 10
+    ours = {"epochs": 2, "save_dir": tmp_path / "run", "save_steps": 2, "max_grad_norm": 1.0, "shuffle": False}
+    if by_fields:
+        ours = {"args": arguments(**options)}
+    else:
+        options = {"lr_scheduler_type": "constant", **TRAIN_ONLY, **IN_ORDER}
+    trainer = keyed(eval_dataset=None, stock_checkpoints=True, **ours)
+    steps: list[tuple[int, float]] = []
+    starts = callback(
+        TrainerCallback, on_train_begin=lambda args, state, *_, **__: steps.append((state.global_step, state.epoch))
+    )
+    stock = transformers.Trainer(KeyedModel(), arguments("stock", **options), train_dataset=Keyed(), callbacks=[starts])
+    stock.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-6"))
+    assert steps == [(6, pytest.approx(1.2))] and stock.state.global_step == 10
     assert distance(weights(stock.model), weights(trainer.model)) <= 1e-7
 
 
@@ -298,10 +257,3 @@ def test_damaged_checkpoint_is_reported_and_skipped_by_auto(arguments: Any, tmp_
     trace = Trace()
     keyed(args, "auto", callbacks=[trace])
     assert trace.events.count("step_end") == 4  # from step 2 on
-
-
-def test_saving_the_best_only_keeps_the_best_and_the_last(arguments: Any, tmp_path: Path) -> None:
-    scores = iter([0.5, 0.4, 0.9, 0.8, 0.7])
-    args = arguments(save_strategy="best", metric_for_best_model="accuracy", load_best_model_at_end=True)
-    keyed(args, compute_metrics=lambda _: {"accuracy": next(scores)}, sanity=False)
-    assert steps_of(tmp_path / "run") == [2, 6, 10]

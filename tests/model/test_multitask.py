@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import TRAINERS
-from recipes import Sentences, Tagger, Trace, distance, fit, same, trainer_on_cpu, weights
+from recipes import Sentences, Tagger, Trace, callback, distance, fit, same, trainer_on_cpu, weights
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from omnitrain import Callback, CheckpointError, ConfigError, DataError, MultiTask, MultiTaskUnit, Trainer
+from omnitrain import CheckpointError, ConfigError, DataError, MultiTask, MultiTaskUnit, Trainer
 from omnitrain.data.collation import Collator, count_samples
 
 
@@ -179,33 +179,28 @@ def test_multitask_loss_is_weighted_mean() -> None:
     assert trainer.train()["train_metrics_history"][0]["train_loss"] == pytest.approx(total / 10, rel=1e-12)
 
 
-def test_multitask_class_weights_in_every_split(trainer_class: Any) -> None:
+CLASSES = {
+    "weights": nn.CrossEntropyLoss(torch.tensor([1.0, 4.0, 0.3], dtype=torch.float64)),
+    "ignored": nn.CrossEntropyLoss(ignore_index=0),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_multitask_class_weights_in_every_split(trainer_class: Any, name: str) -> None:
     """The mean of a task is over the class weights of its labels, in steps and in evaluations."""
-    classes, evaluated = nn.CrossEntropyLoss(torch.tensor([1.0, 4.0, 0.3], dtype=torch.float64)), numbers(10, "kind", 1)
+    classes, evaluated = CLASSES[name], numbers(10, "kind", 1)
     ends, losses = [], []
     for batch, accumulation in [(8, 1), (2, 4)]:
-        tasks = mixed()
-        trainer = build(
-            trainer_class, tasks, {**LOSSES, "kind": classes}, eval_dataset=tasks.evaluation({"kind": evaluated}),
-            batch_size=batch, eval_batch_size=batch, gradient_accumulation_steps=accumulation, epochs=2,
-        )  # fmt: skip
-        metrics = trainer.train()
+        options = {"batch_size": batch, "eval_batch_size": batch, "gradient_accumulation_steps": accumulation}
+        options |= {"eval_dataset": mixed().evaluation({"kind": evaluated}), "epochs": 2}
+        trainer = fit(build(trainer_class, mixed(), {**LOSSES, "kind": classes}, **options))
         ends.append(weights(trainer.model))
-        losses.append([metrics["valid"][-1]["eval_kind_loss"], metrics["train_metrics_history"][-1]["train_loss_kind"]])
+        history = (trainer.metrics["valid"][-1], trainer.metrics["train_metrics_history"][-1])
+        losses.append([row[key] for row, key in zip(history, ("eval_kind_loss", "train_loss_kind"), strict=True)])
     assert distance(*ends) <= 1e-12 and losses[0] == pytest.approx(losses[1], rel=1e-12)
     x, labels = evaluated.tensors
     expected = float(classes(trainer.model(x, "kind"), labels).detach())
     assert trainer.evaluate()["eval_kind_loss"] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("ignore_index", [-100, 0])
-def test_multitask_counts_what_a_loss_ignores(ignore_index: int) -> None:
-    losses, ends = {**LOSSES, "kind": nn.CrossEntropyLoss(ignore_index=ignore_index)}, []
-    for batch, accumulation in [(4, 1), (2, 2)]:
-        trainer = build(Trainer, losses=losses, batch_size=batch, gradient_accumulation_steps=accumulation, epochs=1)
-        trainer.train()
-        ends.append(weights(trainer.model))
-    assert distance(*ends) <= 1e-12
 
 
 MIXINGS = [("native", "uniform"), ("accelerate", "proportional"), ("hf", {"kind": 1, "size": 2})]
@@ -213,12 +208,17 @@ MIXINGS = [("native", "uniform"), ("accelerate", "proportional"), ("hf", {"kind"
 
 @pytest.mark.parametrize(("kind", "mixing"), MIXINGS)
 def test_multitask_is_the_same_in_every_split_and_resume(kind: str, mixing: Any, tmp_path: Path) -> None:
+    sizes: list[int] = []
+    look = callback(on_batch_start=lambda trainer, batch, number: sizes.append(count_samples(batch)))
+
     def trained(resume_from: str | None = None, **options: Any) -> list[torch.Tensor]:
-        trainer = fit(build(TRAINERS[kind], mixed(mixing=mixing), **options), resume_from=resume_from)
-        return weights(trainer.model)
+        trainer = build(TRAINERS[kind], mixed(mixing=mixing), callbacks=[look], **options)
+        return weights(fit(trainer, resume_from=resume_from).model)
 
     straight = trained()
-    assert distance(trained(batch_size=2, gradient_accumulation_steps=4), straight) <= 1e-12
+    for split, size in (({"batch_size": 2, "gradient_accumulation_steps": 4}, 2), ({"microbatch_size": 3}, 3)):
+        sizes.clear()
+        assert distance(trained(**split), straight) <= 1e-12 and max(sizes) == size
     trained(save_dir=tmp_path, epochs=None, max_steps=6)
     assert same(trained("auto", save_dir=tmp_path), straight)
     if mixing == "uniform":
@@ -247,22 +247,6 @@ def test_task_batch_split_by_samples(as_dicts: bool) -> None:
                 assert all(set(part.parts) == set(tasks.tasks) for part in parts)
 
 
-class Sizes(Callback):
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def on_batch_start(self, trainer: Any, batch: Any, number: int) -> None:
-        self.sizes.append(count_samples(batch))
-
-
-def test_multitask_microbatches_train_alike(trainer_class: Any) -> None:
-    ends, record = [], Sizes()
-    for options in ({}, {"microbatch_size": 3, "callbacks": [record]}):
-        trainer = fit(build(trainer_class, epochs=2, **options))
-        ends.append(weights(trainer.model))
-    assert max(record.sizes) == 3 and distance(*ends) <= 1e-12
-
-
 class TaskTagger(Tagger):
     def forward(self, ids: torch.Tensor, labels: torch.Tensor, task: str) -> Any:  # type: ignore[override]
         return super().forward(ids, labels)
@@ -270,14 +254,11 @@ class TaskTagger(Tagger):
 
 @pytest.mark.processes
 def test_multitask_takes_workers_tokens_and_model_losses() -> None:
-    ends, tokens = [], []
+    trainers = []
     for batch, workers in [(6, 0), (2, 1)]:
-        model = TaskTagger()
-        trainer = fit(trainer_on_cpu(
-            Trainer, model, MultiTask({"a": Sentences(11), "b": Sentences(7)}), unit=MultiTaskUnit(model),
-            batch_size=batch, gradient_accumulation_steps=6 // batch, num_workers=workers, epochs=2, learning_rate=0.01,
-        ))  # fmt: skip
-        ends.append(weights(model))
-        tokens.append(trainer.progress.tokens)
-    assert distance(*ends) <= 1e-12
-    assert tokens[0] == tokens[1] > 2 * 11
+        model, tasks = TaskTagger(), MultiTask({"a": Sentences(11), "b": Sentences(7)})
+        options = {"batch_size": batch, "gradient_accumulation_steps": 6 // batch, "num_workers": workers}
+        options |= {"unit": MultiTaskUnit(model), "epochs": 2, "learning_rate": 0.01}
+        trainers.append(fit(trainer_on_cpu(Trainer, model, tasks, **options)))
+    assert distance(*(weights(trainer.model) for trainer in trainers)) <= 1e-12
+    assert trainers[0].progress.tokens == trainers[1].progress.tokens > 2 * 11

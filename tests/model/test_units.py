@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from marks import TRAINERS
-from recipes import rows, t16
+from recipes import fit, rows, same, t16, weights
 from tiny import bert, gpt, llama, t5
 from torch import Tensor, nn
 from transformers import BatchEncoding, BertForMaskedLM, BertForTokenClassification, TrainingArguments
@@ -66,38 +65,93 @@ def returning(shape: Callable[[Any, Tensor], Any]) -> Any:
     return model_of(forward)
 
 
-Named = namedtuple("Named", "logits loss")
-Second = namedtuple("Second", "scores loss")
+def composer(loss: Callable[[Tensor, Any], Any]) -> Any:
+    """A model whose passes take a batch, with a method for the loss."""
+    return model_of(
+        lambda self, batch: self.scores(batch[0]), loss=lambda self, outputs, batch: loss(outputs, batch[1])
+    )
+
+
+def fail(*arguments: Any) -> Tensor:
+    raise AssertionError
+
+
+def check(output: StepOutput, model: Any) -> None:
+    """Check that the loss is the squared error of the scores, and that these and the labels are there."""
+    loss = output.required_loss()
+    assert torch.allclose(loss, F.mse_loss(model.scores(X), Y)) and loss.requires_grad
+    assert torch.equal(output.outputs, model.scores(X)) and output.labels is Y
 
 
 # Where the loss is found
 
-SHAPES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+NAMED = {"x": X, "labels": Y}
+ALWAYS_NAMED: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "an object": lambda loss, scores: SimpleNamespace(loss=loss, logits=scores),
     "a dict": lambda loss, scores: {"loss": loss, "logits": scores},
     "a dict with predictions": lambda loss, scores: {"predictions": scores, "hidden": scores + 1, "loss": loss},
     "a dict with another name": lambda loss, scores: {"loss": loss, "scores": scores},
     "a dict with a total": lambda loss, scores: {"total": loss, "scores": scores},
-    "a tuple": lambda loss, scores: (loss, scores),
-    "a list": lambda loss, scores: [loss, scores],
-    "a named tuple": lambda loss, scores: Named(scores, loss),
-    "a named tuple with other names": lambda loss, scores: Second(scores, loss),
+    "a named tuple": lambda loss, scores: namedtuple("Named", "logits loss")(scores, loss),
+    "a named tuple with other names": lambda loss, scores: namedtuple("Named", "scores loss")(scores, loss),
+}
+SHAPES = {**ALWAYS_NAMED, "a tuple": lambda loss, scores: (loss, scores), "a list": lambda loss, scores: [loss, scores]}
+
+
+def score_alone(outputs: Any, labels: Tensor) -> Tensor:
+    """A loss of the outputs of a model that got no labels, of which it would have computed a loss in vain."""
+    return F.mse_loss(outputs["logits"], labels) if outputs["loss"] is None else fail()
+
+
+def with_rest(self: Any, x: Tensor, labels: Tensor, **rest: Any) -> Any:
+    return fail() if rest else {"loss": F.mse_loss(self.scores(x), labels), "logits": self.scores(x)}
+
+
+def with_label(self: Any, x: Tensor, label: Tensor, labels: Tensor | None = None) -> Any:
+    return {"loss": F.mse_loss(self.scores(x), label), "logits": self.scores(x) if labels is None else None}
+
+
+def with_method(self: Any, x: Tensor, labels: Tensor) -> Any:
+    return {"loss": self.loss(self.scores(x), labels), "logits": self.scores(x)}
+
+
+def halves(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return F.mse_loss(outputs, labels) / 2, F.mse_loss(outputs, labels) / 2
+
+
+FOUND: dict[str, tuple[Any, Any, Any]] = {
+    **{shape: (returning(SHAPES[shape]), NAMED, None) for shape in SHAPES},
+    **{key: (returning(SHAPES["a dict"]), {"x": X, key: Y}, None) for key in ("label", "label_ids", "target")},
+    **{f"{key} and rest": (model_of(with_rest), {"x": X, key: Y}, None) for key in ("label", "label_ids", "targets")},
+    "label of the model": (model_of(with_label), {"x": X, "label": Y}, None),
+    "loss_fn, tuple": (Scores(), (X, Y), F.mse_loss),
+    "loss_fn, list": (Scores(), [X, Y], F.mse_loss),
+    "loss_fn, dict": (Scores(), NAMED, F.mse_loss),
+    "loss_fn, target": (Scores(), {"x": X, "target": Y}, F.mse_loss),
+    "loss_fn, labels as input": (model_of(lambda self, x, labels: self.scores(x) + 0 * labels), NAMED, F.mse_loss),
+    "loss_fn, two inputs": (model_of(lambda self, x, more: self.scores(x) + more), (X, 0 * Y, Y), F.mse_loss),
+    "loss_fn, not the model's": (returning(SHAPES["a dict"]), NAMED, score_alone),
+    "loss_fn, not the method": (model_of(lambda self, x: self.scores(x), loss=fail), (X, Y), F.mse_loss),
+    "method": (composer(F.mse_loss), (X, Y), None),
+    "method, tuple": (composer(halves), (X, Y), None),
+    "method, total": (composer(lambda scores, y: {"total": F.mse_loss(scores, y), "part": scores.sum()}), (X, Y), None),
+    "method, parts": (composer(lambda scores, y: dict(zip("ab", halves(scores, y), strict=True))), (X, Y), None),
+    "method of another shape": (model_of(with_method, loss=lambda self, x, y: F.mse_loss(x, y)), NAMED, None),
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_unit_finds_loss_and_scores_of_model(shape: str) -> None:
-    model = returning(SHAPES[shape])
-    output = ModelUnit(model)(model, {"x": X, "labels": Y})
-    scores = model.scores(X)
-    assert (
-        torch.equal(output.loss, F.mse_loss(scores, Y)) and torch.equal(output.outputs, scores) and output.labels is Y
-    )
-    assert output.loss is not None and output.loss.requires_grad
-    if shape not in ("a tuple", "a list"):  # the loss comes first
-        with torch.no_grad():
-            output = ModelUnit(model)(model, {"x": X})
-        assert (output.loss, output.labels) == (None, None) and torch.equal(output.outputs, scores)
+@pytest.mark.parametrize("case", FOUND)
+def test_unit_finds_loss_scores_and_labels(case: str) -> None:
+    model, batch, loss_fn = FOUND[case]
+    check(ModelUnit(model, loss_fn)(model, batch), model)
+
+
+@pytest.mark.parametrize("shape", [*ALWAYS_NAMED, "method"])
+def test_unit_finds_scores_without_labels(shape: str) -> None:
+    model, batch = (composer(fail), (X,)) if shape == "method" else (returning(SHAPES[shape]), {"x": X})
+    with torch.no_grad():
+        output = ModelUnit(model)(model, batch)
+    assert (output.loss, output.labels) == (None, None) and torch.equal(output.outputs, model.scores(X))
 
 
 def test_unit_scalar_is_loss_and_rest_are_outputs() -> None:
@@ -129,32 +183,6 @@ def test_unit_score_of_one_sample_is_no_loss(dims: int, batch_size: int) -> None
         assert torch.equal(output.loss, 7 * y.sum()) and output.outputs is not None
 
 
-def test_loss_fn_gets_outputs_and_labels() -> None:
-    model = Scores()
-    for batch in ((X, Y), [X, Y], {"x": X, "labels": Y}, {"x": X, "target": Y}):
-        output = ModelUnit(model, F.mse_loss)(model, batch)
-        assert torch.equal(output.loss, F.mse_loss(model.scores(X), Y))
-        assert torch.equal(output.outputs, model.scores(X)) and output.labels is Y
-    model = model_of(lambda self, x, labels: self.scores(x) + 0 * labels)  # which may need the last input
-    assert ModelUnit(model, F.mse_loss)(model, {"x": X, "labels": Y}).loss is not None
-    model = model_of(lambda self, x, shift: self.scores(x) + shift)
-    output = ModelUnit(model, F.mse_loss)(model, (X, Y, Y + 1))
-    assert torch.equal(output.outputs, model.scores(X) + Y) and torch.equal(output.labels, Y + 1)
-
-
-def test_loss_fn_replaces_loss_of_model() -> None:
-    model = returning(lambda loss, scores: {"loss": loss, "logits": scores})
-    losses: list[Any] = []
-
-    def loss_fn(outputs: Any, labels: Tensor) -> Tensor:
-        losses.append(outputs["loss"])
-        return 2 * F.mse_loss(outputs["logits"], labels)
-
-    output = ModelUnit(model, loss_fn)(model, {"x": X, "labels": Y})
-    assert torch.equal(output.loss, 2 * F.mse_loss(model.scores(X), Y)) and torch.equal(output.outputs, model.scores(X))
-    assert losses == [None]  # the labels were not passed to the model, which would have computed a loss in vain
-
-
 def test_loss_fn_without_labels_in_training() -> None:
     model = Scores()
     for batch in (X, (X,), [X], {"x": X}):
@@ -177,7 +205,7 @@ def test_unit_drops_unknown_keys_and_warns_once(compiles: bool, caplog: pytest.L
         for _ in range(3):
             output = unit(called, {"x": X, "label": Y, "text": ["a"], "idx": Y})
     assert [record.getMessage().split()[2] for record in caplog.records] == ["'text'", "'idx'"]
-    assert torch.equal(output.loss, F.mse_loss(model.scores(X), Y))  # pyright: ignore[reportPossiblyUnbound]
+    check(output, model)  # pyright: ignore[reportPossiblyUnbound]
 
 
 @pytest.mark.parametrize("loss_fn", [None, lambda outputs, labels: outputs["sum"]])
@@ -186,64 +214,9 @@ def test_unit_passes_every_key_to_kwargs(loss_fn: Any, caplog: pytest.LogCapture
         return {"loss": self.scores(batch["x"]).sum(), "sum": self.scores(batch["x"]).sum(), "keys": list(batch)}
 
     model = model_of(forward)
-    with caplog.at_level(logging.WARNING, "omnitrain"):
-        output = ModelUnit(model, loss_fn)(model, {"x": X, "labels": Y, "text": ["a"]})
+    output = ModelUnit(model, loss_fn)(model, {"x": X, "labels": Y, "text": ["a"]})
     assert output.outputs[-1] == (["x", "labels", "text"] if loss_fn is None else ["x", "text"])
     assert not caplog.records
-
-
-def test_unit_passes_labels_of_other_name() -> None:
-    def forward(self: Any, x: Tensor, labels: Tensor, **rest: Any) -> Any:
-        assert not rest
-        return {"loss": F.mse_loss(self.scores(x), labels)}
-
-    for key in ("label", "label_ids", "targets", "target"):
-        for model in (model_of(forward), returning(lambda loss, scores: {"loss": loss})):
-            output = ModelUnit(model)(model, {"x": X, key: Y})
-            assert torch.equal(output.loss, F.mse_loss(model.scores(X), Y)) and output.labels is Y
-    model = model_of(lambda self, x, label, labels=None: {"loss": F.mse_loss(self.scores(x), label), "none": labels})
-    output = ModelUnit(model)(model, {"x": X, "label": Y})
-    assert output.loss is not None and output.outputs is None
-
-
-def composer(loss: Callable[[Tensor, Any], Any]) -> Any:
-    return model_of(
-        lambda self, batch: self.scores(batch[0]), loss=lambda self, outputs, batch: loss(outputs, batch[1])
-    )
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        F.mse_loss,
-        lambda outputs, labels: (F.mse_loss(outputs, labels) / 2, F.mse_loss(outputs, labels) / 2),
-        lambda outputs, labels: {"total": F.mse_loss(outputs, labels), "part": outputs.sum()},
-        lambda outputs, labels: {"a": F.mse_loss(outputs, labels) / 2, "b": F.mse_loss(outputs, labels) / 2},
-    ],
-    ids=["tensor", "tuple", "total", "parts"],
-)
-def test_unit_calls_composer_loss(loss: Any) -> None:
-    model = composer(loss)
-    output = ModelUnit(model)(model, (X, Y))
-    assert torch.allclose(output.required_loss(), F.mse_loss(model.scores(X), Y))
-    assert torch.equal(output.outputs, model.scores(X)) and output.labels is Y
-
-
-def test_unit_skips_composer_loss() -> None:
-    def fail(outputs: Any, labels: Any) -> Tensor:
-        raise AssertionError
-
-    def forward(self: Any, x: Tensor, labels: Tensor) -> Any:
-        return {"loss": self.loss(self.scores(x), labels)}
-
-    model = composer(fail)
-    with torch.no_grad():
-        assert ModelUnit(model)(model, (X,)).loss is None
-    plain = Scores()
-    plain.loss = fail  # type: ignore[assignment]
-    assert ModelUnit(plain, F.mse_loss)(plain, (X, Y)).loss is not None
-    model = model_of(forward, loss=lambda self, scores, labels: F.mse_loss(scores, labels))  # of another shape
-    assert torch.equal(ModelUnit(model)(model, {"x": X, "labels": Y}).loss, F.mse_loss(model.scores(X), Y))
 
 
 NO_LOSS: list[tuple[Any, str]] = [
@@ -278,6 +251,7 @@ WRONG_CALLS: list[tuple[Callable[[], Any], str]] = [
     (computed(Scores(), (X, Y), lambda outputs, labels: 0.5), "`loss_fn` returned float"),
     (computed(Scores(), (X, Y), lambda s, y: {"loss": s.sum(), "kl": s.mean()}), r"'loss', 'kl', .* the sum 'total'"),
     (lambda: StepOutput(None).required_loss(), "needs a loss"),
+    (lambda: StepOutput({"a": Y.sum()}), r"got a dict with the keys 'a'. .* a dict of losses"),  # type: ignore[arg-type]
     (lambda: StepOutput(Y.sum(), metrics=(1.0,)), r"`metrics` must be a dict.*a tuple of 1"),  # type: ignore[arg-type]
     *((lambda result=result: run_unit(lambda batch: result, None, (X, Y)), "`unit` must return a scalar loss or")
       for result in NO_RESULTS),
@@ -358,16 +332,6 @@ def test_unit_returns_mean_or_sum() -> None:
     assert run_unit(lambda batch: (losses, 0), None, batch).loss == 9.0
 
 
-def test_unit_rejects_a_step_output_of_a_dict(trainer_class: Any) -> None:
-    def unit(batch: Any) -> StepOutput:
-        return StepOutput({"a": model(batch[0]).sum()})  # type: ignore[arg-type]
-
-    model = Scores()
-    trainer = trainer_class(model, (X, Y), unit=unit, progress_bar=False, batch_size=1, epochs=1)
-    with pytest.raises(DataError, match=r"must be a scalar tensor, got a dict with the keys 'a'. .* a dict of losses"):
-        trainer.train()
-
-
 def test_unit_evaluate_runs_without_gradients() -> None:
     class Both:
         def __call__(self, batch: Any) -> Tensor:
@@ -416,15 +380,13 @@ def test_count_labels_and_tokens() -> None:
 IDS = torch.randint(1, 20, (2, 5), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("key", ["labels", "label"])
 @pytest.mark.parametrize("returns_dict", [True, False], ids=["dict", "tuple"])
-def test_unit_transformers_classifier(returns_dict: bool, key: str) -> None:
+def test_unit_transformers_classifier(returns_dict: bool) -> None:
     model, labels = bert(return_dict=returns_dict).eval(), torch.tensor([0, 1])
-    batch = BatchEncoding({"input_ids": IDS, key: labels, "idx": labels})
+    batch = BatchEncoding({"input_ids": IDS, "label": labels, "idx": labels})
     output, expected = ModelUnit(model)(model, batch), model(input_ids=IDS, labels=labels)
-    assert (
-        torch.equal(output.loss, expected[0]) and torch.equal(output.outputs, expected[1]) and output.labels is labels
-    )
+    assert torch.equal(output.loss, expected[0]) and torch.equal(output.outputs, expected[1])
+    assert output.labels is labels
     if returns_dict:
         unit = ModelUnit(model, lambda outputs, labels: F.cross_entropy(outputs.logits, labels))
         assert torch.allclose(unit(model, batch).required_loss(), expected[0])
@@ -478,9 +440,8 @@ def test_zero_grad_loss_keeps_graph(label: int) -> None:
 
     model = TwoHeads()
     output = ModelUnit(model, loss_fn)(model, (torch.ones(1, 2), torch.tensor([label])))
-    loss = output.required_loss()
-    assert bool(loss.isnan()) is (label == -100)
-    without_effect(output, loss).backward()
+    assert bool(output.required_loss().isnan()) is (label == -100)
+    without_effect(output, output.required_loss()).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert {name for name, gradient in gradients.items() if gradient is None} == {"unused.weight", "unused.bias"}
     assert not any(gradient.any() for gradient in gradients.values() if gradient is not None)
@@ -547,7 +508,7 @@ def test_unit_is_moved_to_the_device_of_the_trainer(trainer_class: Any, monkeypa
 
 
 def error_of(model: Any, batch: Any) -> torch.Tensor:
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
+    return F.mse_loss(model(batch[0]), batch[1])
 
 
 class ModelTakingUnit(nn.Module):
@@ -560,12 +521,9 @@ class ModelTakingUnit(nn.Module):
         return StepOutput(error_of(model, batch), model(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_unit_with_two_arguments_gets_the_model(name: str) -> None:
-    weights = []
-    for options in ({"loss_fn": nn.functional.mse_loss}, {"unit": error_of}, {"unit": ModelTakingUnit()}):
-        trainer = TRAINERS[name](t16(), rows(16), rows(4), learning_rate=0.1, batch_size=4, epochs=1, **options)
-        trainer.train()
-        weights.append([*trainer.model.parameters()])
-    for others in weights[1:]:
-        assert all(map(torch.equal, weights[0], others))
+def test_unit_with_two_arguments_gets_the_model(trainer_class: Any) -> None:
+    first, *rest = (
+        fit(trainer_class(t16(), rows(16), rows(4), learning_rate=0.1, batch_size=4, epochs=1, **options))
+        for options in ({"loss_fn": F.mse_loss}, {"unit": error_of}, {"unit": ModelTakingUnit()})
+    )
+    assert all(same(weights(first.model), weights(other.model)) for other in rest)
