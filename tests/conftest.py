@@ -190,12 +190,6 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def pytest_sessionfinish() -> None:
-    """End the process that others were forked from."""
-    if "forking" in sys.modules:
-        sys.modules["forking"].stop()
-
-
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the processes that tests left running, and report them."""
     if not hasattr(config, "workerinput") and SUITE in os.environ:

@@ -12,20 +12,23 @@ import random
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
 from compiled import compile_once
-from forking import Case, Found, Outcome, by_name, case_folder, current_rank, joined, play, show_life
+from forking import Case, Found, Outcome, case_folder, current_rank, joined, play, show_life
 from recipes import Blank, Sentences, StopAt, Tagger, Trace, t16
 from resuming import Numbered
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn import functional as F
+from transformers import TrainingArguments
 
-from omnitrain import Algorithm, Trainer
+from omnitrain import AccelerateTrainer, Algorithm, HFTrainer, Trainer
 from omnitrain.checkpoint.safetensors_header import find_tensor_files
 from omnitrain.checkpoint.tensor_files import TensorFile, gather_to_host
 
@@ -54,15 +57,9 @@ def make_trainer(backend: str, model: nn.Module, *data: Any, **options: Any) -> 
     if backend == "native":
         return Trainer(model, *data, device="cpu", **options)
     if backend.startswith("hf"):
-        from omnitrain import HFTrainer
-
         has_eval = len(data) > 1 or "eval_dataset" in options
         return HFTrainer(model, sharding_arguments(backend, has_eval, options), *data, **options)
-    from omnitrain import AccelerateTrainer
-
     if backend == "fsdp":
-        from accelerate.utils import FullyShardedDataParallelPlugin
-
         options.setdefault("fsdp_plugin", FullyShardedDataParallelPlugin(fsdp_version=2))
     elif backend.startswith("zero"):
         options.setdefault("deepspeed_config", {"zero_optimization": {"stage": int(backend[-1])}})
@@ -71,14 +68,11 @@ def make_trainer(backend: str, model: nn.Module, *data: Any, **options: Any) -> 
 
 def sharding_arguments(backend: str, has_eval: bool, options: dict[str, Any]) -> Any:
     """Return transformers' arguments that cut the weights up, and else say what `options` say; None for no cutting."""
-    from transformers import TrainingArguments
-
     if "_" not in backend:
         return None
-    stage = int(backend[-1]) if "zero" in backend else 0
-    how: dict[str, Any] = {"deepspeed": {"zero_optimization": {"stage": stage}}} if stage else {"fsdp": True}
-    if not stage:
-        how["fsdp_config"] = {"version": 2}
+    how: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2}}
+    if "zero" in backend:
+        how = {"deepspeed": {"zero_optimization": {"stage": int(backend[-1])}}}
     options.setdefault("optimizer", "torch.optim.AdamW")  # theirs has two groups
     folder = str(options.get("save_dir") or tempfile.mkdtemp())
     processes, micro = PROCESSES[backend], options.get("batch_size", 8)
@@ -121,7 +115,7 @@ class Job:
         name: What the result comes under, unique in the launch.
         backend: The function's first argument.
         function: "module:function", of a module in this folder.
-        options: Its other arguments, as JSON types.
+        options: Its other arguments.
     """
 
     name: str
@@ -149,14 +143,13 @@ def launch_all(jobs: Iterable[Job], folder: Path) -> Found[list[dict[str, Any]]]
     groups = [group for backends in LAUNCHES if (group := [job for job in jobs if job.backend in backends])]
     compile_once()
     for attempt in range(2):
-        cases = by_name([
-            Case(group[0].name, "backends:work", {"jobs": [asdict(job) for job in group]}, environment={},
-                 processes=PROCESSES[group[0].backend])
+        place = folder / f"{attempt}"
+        cases = [
+            Case(group[0].name, "backends:work", {"jobs": group}, False, PROCESSES[group[0].backend], environment={})
             for group in groups
-        ])  # fmt: skip
-        outcomes = play([*cases.values()], folder / f"{attempt}", at_once=2)
-        rests = (_take(results, group, cases[group[0].name], folder / f"{attempt}", outcomes) for group in groups)
-        groups = [rest for rest in rests if rest]
+        ]
+        outcomes = play(cases, place, at_once=2)
+        groups = [rest for group in groups if (rest := _take(results, group, place / group[0].name, outcomes))]
     for group in groups:
         reason = f"{group[0].name!r} and others were not run, as two jobs of their launch broke before"
         results.broken |= dict.fromkeys((job.name for job in group), reason)
@@ -174,13 +167,13 @@ def sound(results: Found[list[dict[str, Any]]]) -> Found[list[dict[str, Any]]]:
 
 
 def _take(
-    results: Found[list[dict[str, Any]]], jobs: list[Job], case: Case, folder: Path, outcomes: Found[list[Outcome]]
+    results: Found[list[dict[str, Any]]], jobs: list[Job], folder: Path, outcomes: Found[list[Outcome]]
 ) -> list[Job]:
     """Read what a launch has left; return the jobs that are still to be run."""
-    ranks, folder = range(case.processes), folder / case.name
+    ranks = range(PROCESSES[jobs[0].backend])
     for number, job in enumerate(jobs):
         if not all((folder / f"{job.name}.{rank}.json").exists() for rank in ranks):
-            ends = outcomes.get(case.name, [])
+            ends = outcomes.get(jobs[0].name, [])
             how = ["hung" if end.code is None else f"ended with {end.code}" for end in ends] or ["was not run"]
             texts = "".join(f"\n--- rank {rank}\n{end.output[-3000:]}" for rank, end in enumerate(ends))
             results.broken[job.name] = f"The launch broke in {job.name!r}: it {', and '.join(how)}{texts}"
@@ -192,12 +185,11 @@ def _take(
     return []
 
 
-def work(jobs: Sequence[dict[str, Any]]) -> None:
+def work(jobs: Sequence[Job]) -> None:
     """Run jobs in a process of a launch, and write down the results."""
     rank, folder = current_rank(), case_folder()
-    for entry in jobs:
+    for job in jobs:
         show_life()
-        job = Job(**entry)
         print(f"{job.name} on {job.backend}", flush=True)
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(1000 + rank)  # as in a script that seeds nothing: no two processes are in the same state
@@ -207,9 +199,8 @@ def work(jobs: Sequence[dict[str, Any]]) -> None:
         except Exception as error:
             traceback.print_exc()
             result = {"error": type(error).__name__, "message": str(error)}
-        tensors = result.pop("tensors", None)
-        if tensors is not None:
-            copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        if "tensors" in result:
+            copies = {name: tensor.clone() for name, tensor in result.pop("tensors").items()}
             save_file(copies, folder / f"{job.name}.{rank}.safetensors")
         path = folder / f"{job.name}.{rank}.part"
         path.write_text(json.dumps(result))
@@ -257,9 +248,9 @@ def tags(backend: str, dtype: str, masked: bool = False, size: int = 29, **optio
 
     Every process makes its model from another seed.
     """
-    model = Tagger(dtype=DTYPES[dtype], seed=current_rank())
     data = masked_sentences(size) if masked else Sentences(size)
     options = {**RECIPE, "batch_size": 1 if masked else 2, "global_batch_size": 16, **options}
+    model = Tagger(dtype=DTYPES[dtype], seed=current_rank())
     return _trained(make_trainer(backend, model, data, Sentences(7), callbacks=[Trace()], **options))
 
 
@@ -267,8 +258,6 @@ def regress(
     backend: str, dtype: str, dropout: float = 0.0, noisy: bool = False, cut: int = 0, resume: str = "", **options: Any
 ) -> dict[str, Any]:
     """Train on 25 numbered rows in steps of 8, 8, 8 and 1 an epoch, evaluated every 3 steps; stop after step `cut`."""
-    import torch.nn.functional as F
-
     number_type = DTYPES[dtype]
     data = Numbered(25, noisy, number_type), Numbered(7, False, number_type)
     defaults = {**RECIPE, "batch_size": 2, "global_batch_size": 8, "eval_steps": 3, "compute_metrics": "mae"}
@@ -386,19 +375,15 @@ def asked_for(request: Any, *names: str, test: str = "") -> set[Any]:
         test: How the names of these tests begin.
     """
     tests = [item for item in request.session.items if item.path == request.path and item.name.startswith(test)]
-    asked = [
-        item.callspec.params for item in tests if hasattr(item, "callspec") and {*item.callspec.params} == {*names}
-    ]
-    return {params[names[0]] if len(names) == 1 else tuple(params[name] for name in names) for params in asked}
+    asked = [item.callspec.params for item in tests if hasattr(item, "callspec")]
+    chosen = [tuple(params[name] for name in names) for params in asked if {*params} == {*names}]
+    return {params[0] if len(names) == 1 else params for params in chosen}
 
 
 def resume(
-    folder: Path,
-    backends: Sequence[str],
-    before: Iterable[Job] = (),
-    after: Iterable[Job] = (),
+    folder: Path, backends: Sequence[str], before: Iterable[Job] = (), after: Iterable[Job] = (),
     pairs: Iterable[tuple[str, str]] | None = None,
-) -> Found[list[dict[str, Any]]]:
+) -> Found[list[dict[str, Any]]]:  # fmt: skip
     """Save on backends in the middle of an epoch, and resume on some or each of them.
 
     Args:

@@ -4,11 +4,12 @@ import contextlib
 import csv
 import dataclasses
 import gc
+import itertools
 import json
 import math
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,10 +19,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate.tracking import GeneralTracker
 from backends import DTYPES, Jobs, asked_for, dtype_of, gap, launch_all, make_trainer, sound, tensors_of
+from forking import current_rank
 from marks import thinned
-from recipes import Everything, Keyed, KeyedModel, Starving, StopAt, fit, rows, t16
+from recipes import Everything, Keyed, KeyedModel, Starving, StopAt, Trace, callback, fit, rows, t16
 from tiny import Tokens, llama
-from torch import nn
 from watchers import TRACES, outcome, run
 
 from omnitrain import AccelerateTrainer, Callback, ConfigError, Distributions, Periodic, Preview
@@ -33,19 +34,14 @@ BATCH = ["batch_start", "after_forward", "after_loss", "after_backward", "batch_
 UPDATE = ["before_optimizer_step", "after_optimizer_step", "before_zero_grad", "after_zero_grad", "step_end"]
 
 
-class FailsOnRankOne(Callback):
-    """Fails in each micro-batch of the second rank, which only warns there."""
+class ActsOnRankOne(Callback):
+    """Fails in each micro-batch of the second rank, which only warns there; stops in its third step."""
 
     on_error = "warn"
-    asks_alone = False
 
     def on_batch_start(self, trainer: Any, batch: Any, number: int) -> None:
         if trainer.rank == 1:
             raise RuntimeError("boom")
-
-
-class StopsOnRankOne(Callback):
-    """Stops on the second rank, within the third step."""
 
     def on_after_loss(self, trainer: Any, loss: Any) -> None:
         if trainer.rank == 1 and trainer.progress.step == 2:
@@ -54,31 +50,17 @@ class StopsOnRankOne(Callback):
 
 def train_watched(backend: str, watched: bool) -> dict[str, Any]:
     everything, dtype = Everything(), DTYPES[dtype_of(backend)]
-    options: dict[str, Any] = {"max_steps": 3}
-    if watched:
-        options = {"max_steps": 9, "callbacks": [everything, FailsOnRankOne(), StopsOnRankOne()]}
     trainer = fit(make_trainer(
         backend, t16(dtype=dtype), rows(40, dtype), batch_size=2, gradient_accumulation_steps=2, learning_rate=0.05,
-        loss_fn=nn.functional.mse_loss, log_steps=100, **options,
+        loss_fn=F.mse_loss, log_steps=100, max_steps=9 if watched else 3,
+        callbacks=[everything, ActsOnRankOne()] if watched else [],
     ))  # fmt: skip
-    failures = {listener.name: listener.failures for listener in trainer.lifecycle.listeners}
-    return {
-        "events": everything.events, "failures": failures.get("FailsOnRankOne"), "step": trainer.progress.step,
-        "tensors": tensors_of(trainer),
-    }  # fmt: skip
+    failures = sum(listener.failures for listener in trainer.lifecycle.listeners)
+    tensors = tensors_of(trainer)
+    return {"events": everything.events, "failures": failures, "step": trainer.progress.step, "tensors": tensors}
 
 
 # --- exchanges
-
-
-class Watches(Callback):
-    """Has an event of every step, in which it requests something or, by its attribute, nothing."""
-
-    def __init__(self, asks_alone: bool) -> None:
-        self.asks_alone = asks_alone
-
-    def on_step_end(self, trainer: Any) -> None:
-        pass
 
 
 class StopsInStep(AccelerateTrainer):
@@ -98,18 +80,6 @@ def train_steps(trainer_class: type[AccelerateTrainer] = AccelerateTrainer, **op
     )  # fmt: skip
 
 
-class Work:
-    """A collective call whose first wait is recorded."""
-
-    def __init__(self, work: Any, events: list[str]) -> None:
-        self.work, self.events, self.is_read = work, events, False
-
-    def wait(self, *args: Any) -> Any:
-        self.events += [] if self.is_read else ["r"]
-        self.is_read = True
-        return self.work.wait(*args)
-
-
 @contextlib.contextmanager
 def recorded(model: torch.nn.Module) -> Iterator[list[str]]:
     """Yield a list that gets "s" when an exchange is sent, "r" when it is read, "f" and "b" in forward and backward."""
@@ -120,15 +90,23 @@ def recorded(model: torch.nn.Module) -> Iterator[list[str]]:
 
     def gather(*args: Any, **kwargs: Any) -> Any:
         events.append("s")
-        return Work(all_gather(*args, **kwargs), events)
+        work, numbers = all_gather(*args, **kwargs), itertools.count()
+
+        def wait(*args: Any) -> Any:
+            if next(numbers) == 0:
+                events.append("r")
+            return work.wait(*args)
+
+        return SimpleNamespace(wait=wait)
 
     with mock.patch.object(dist, "all_gather", gather):
         yield events
 
 
-def exchange(callback: bool | None, log_steps: Any = STEPS, short_step: float = 0.0) -> str:
-    """Return the events of a run in their order; a callback may or may not request something in a step."""
-    trainer = train_steps(log_steps=log_steps, callbacks=[] if callback is None else [Watches(callback)])
+def exchange(asks_alone: bool | None, log_steps: Any = STEPS, short_step: float = 0.0) -> str:
+    """Return the events of a run in their order; its callback, if any, may or may not request something in a step."""
+    watches = [] if asks_alone is None else [callback(on_step_end=lambda trainer: None, asks_alone=asks_alone)]
+    trainer = train_steps(log_steps=log_steps, callbacks=watches)
     with recorded(trainer.get_model()) as events, mock.patch.object(feed, "_SHORT_STEP", short_step):
         trainer.train()
     return "".join(events)
@@ -153,38 +131,28 @@ class Lines(GeneralTracker):
 
     name = "lines"
     requires_logging_directory = False
+    tracker = None
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
 
-    @property
-    def tracker(self) -> Path:
-        return self.path
-
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         with self.path.open("a") as file:
             file.writelines(f"{step} {name}\n" for name in values if name.endswith("/loss"))
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"path": str(self.path)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.path = Path(state["path"])
-
 
 def train_logged(backend: str, folder: str, stop: int = 0, watched: bool = True) -> dict[str, Any]:
     """Train 6 steps with two loggers, stopped after a step, or resumed from there."""
-    lines = Path(folder) / f"lines-{os.environ['RANK']}"
     Path(folder).mkdir(exist_ok=True)
+    loggers = ["csv", Lines(Path(folder) / f"lines-{current_rank()}")] if watched else None
     trainer = make_trainer(
         backend, KeyedModel(), Keyed(), Keyed(8), max_steps=6, batch_size=2, log_steps=2, eval_steps=3, save_steps=100,
-        save_dir=f"{folder}/run", loggers=["csv", Lines(lines)] if watched else None, callbacks=[StopAt(stop)],
-        load_best_at_end=False,
+        save_dir=f"{folder}/run", loggers=loggers, callbacks=[StopAt(stop)], load_best_at_end=False,
     )  # fmt: skip
     trainer.train(resume_from="auto")
     trainer.evaluate()
-    return {"tensors": trainer.backend.model_tensors()}
+    return {"tensors": tensors_of(trainer)}
 
 
 # --- watchers
@@ -221,38 +189,27 @@ def run_out_of_memory(backend: str) -> dict[str, Any]:
     raise AssertionError("there was room")
 
 
-class Reports(Callback):
-    """Keeps the last row of logs and the reports."""
-
-    def __init__(self) -> None:
-        self.row: dict[str, float] = {}
-        self.reports: dict[str, Any] = {}
-
-    def on_log(self, trainer: Any, logs: Mapping[str, float]) -> None:
-        self.row |= {name: value for name, value in logs.items() if "/" in name}
-
-    def on_report(self, trainer: Any, values: Mapping[str, Any]) -> None:
-        self.reports |= {
-            name: value if isinstance(value, str) else list(value.counts) for name, value in values.items()
-        }
+def reports_of(trace: Trace) -> dict[str, Any]:
+    values = {name: value for _, report in trace.reports for name, value in report.items()}
+    return {name: value if isinstance(value, str) else list(value.counts) for name, value in values.items()}
 
 
 def measure(backend: str) -> dict[str, Any]:
     """Measure a model whose weights stay equal, on the same samples in the same step on any number of ranks."""
-    reports = Reports()
-    everything = ("weights", "gradients", "updates", "activations")
+    trace, everything = Trace(), ("weights", "gradients", "updates", "activations")
     make_trainer(
         backend, t16(), rows(16), batch_size=4 if backend == "fsdp" else 8, epochs=1, loss_fn=F.mse_loss,
         learning_rate=1e-30, weight_decay=0.0,
-        callbacks=[reports, Distributions(of=everything, every=2, bins=8, modules=r"^\d$")],
+        callbacks=[trace, Distributions(of=everything, every=2, bins=8, modules=r"^\d$")],
     ).train()  # fmt: skip
-    unrounded = {name: value for name, value in reports.reports.items() if not name.startswith("updates")}
-    return {"row": reports.row, "reports": unrounded}
+    unrounded = {name: value for name, value in reports_of(trace).items() if not name.startswith("updates")}
+    row = {name: value for logs in trace.logs for name, value in logs.items() if "/" in name}
+    return {"row": row, "reports": unrounded}
 
 
 def generate(backend: str) -> dict[str, Any]:
     """Generate with sharded weights, next to a function that fails on one rank only."""
-    reports, error = Reports(), ""
+    trace, error = Trace(), ""
 
     def fail(trainer: Any) -> None:
         if trainer.rank == 1:
@@ -265,8 +222,8 @@ def generate(backend: str) -> dict[str, Any]:
             make_trainer(backend, llama().float(), Tokens(16), callbacks=[Distributions()], **options).train()
         except ConfigError as raised:
             error = str(raised)
-    trainer = fit(make_trainer(backend, llama().float(), Tokens(16), callbacks=[reports, *previews], **options))
-    return {"step": trainer.progress.step, "reports": reports.reports, "weights error": error}
+    trainer = fit(make_trainer(backend, llama().float(), Tokens(16), callbacks=[trace, *previews], **options))
+    return {"step": trainer.progress.step, "reports": reports_of(trace), "weights error": error}
 
 
 @pytest.fixture(scope="module")
@@ -330,9 +287,8 @@ def test_loggers_write_each_step_once_on_main_rank(results: Any, folder: Path, b
     lines = (folder / "lines-0").read_text().splitlines()
     assert lines == ["2 train/loss", "3 eval/loss", "4 train/loss", "6 train/loss", "6 eval/loss"]
     assert not (folder / "lines-1").exists()
-    with (folder / "run" / "metrics.csv").open() as file:
-        rows = [(row["kind"], row["step"]) for row in csv.DictReader(file)]
-    assert rows == [("train", "2"), ("eval", "3"), ("train", "4"), ("train", "6"), ("eval", "6")]
+    rows = csv.DictReader((folder / "run" / "metrics.csv").read_text().splitlines())
+    assert [f"{row['step']} {row['kind']}/loss" for row in rows] == lines
     assert json.loads((folder / "run" / "tracking-lines.json").read_text())["sent"]["train"][0] == 6
 
 

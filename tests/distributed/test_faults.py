@@ -21,11 +21,11 @@ from backends import Jobs, asked_for, launch_all, make_trainer
 from counting import Streamed
 from forking import Case, Found, Outcome, by_name, case_folder, current_rank, mark, play, wait_for_other
 from marks import thinned
-from recipes import fit, rows, t16
+from recipes import callback, fit, rows, subscribe, t16
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from omnitrain import Callback
+from omnitrain import Callback, Event
 from omnitrain.checkpoint.store import Store
 from omnitrain.core.files import FileSystem
 from omnitrain.distributed import watchdog
@@ -49,15 +49,10 @@ def boom(*_: Any) -> None:
 # --- an error on one process
 
 
-def raising(event: str) -> Callback:
-    return type("Raises", (Callback,), {f"on_{event}": boom})()
-
-
-class Exits(Callback):
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == 3:
-            mark()
-            sys.exit(7)
+def exit_after_step_3(trainer: Any) -> None:
+    if trainer.progress.step == 3:
+        mark()
+        sys.exit(7)
 
 
 class Rows(TensorDataset):
@@ -98,9 +93,10 @@ def train_and_fail(
     kinds: dict[str, Callable[[], dict[str, Any]]] = {
         "loss": lambda: {"loss_fn": loss},
         "item": lambda: {"train": Rows(int(detail)), "shuffle": False},
-        "callback": lambda: {**evaluated, "log_steps": 2, "callbacks": [raising(detail)] if is_bad else []},
+        "callback": lambda: {**evaluated, "callbacks": [callback(**{f"on_{detail}": boom})] if is_bad else []},
         "metric": lambda: {**evaluated, "compute_metrics": lambda prediction: boom(), "sanity": False},
         "evaluation": lambda: {**evaluated, "loss_fn": loss},
+        "exit": lambda: {"callbacks": [callback(on_step_end=exit_after_step_3)] if is_bad else []},
         "label": lambda: {
             "model": nn.Sequential(nn.Linear(4, 3)), "loss_fn": F.cross_entropy, "train": classes(not detail),
             "shuffle": False, **({"eval_dataset": classes(True), "eval_steps": 2} if detail else {}),
@@ -113,8 +109,6 @@ def train_and_fail(
             boom() if path.suffix == ".safetensors" else write(fs, path, content)
         )
     trainer = make(wrapping, **options)
-    if kind == "exit" and is_bad:
-        trainer.lifecycle.register([*trainer.lifecycle.callbacks, Exits()])
     try:
         if kind == "predict":
             trainer.predict(Rows(int(detail)))
@@ -164,24 +158,19 @@ def call_on_one_rank(what: str, when: str, rank: int, wrapping: str = "ddp") -> 
     data = rows(16, torch.float32)
     arguments = {"save_model": [case_folder() / "model"], "evaluate": [data]}
 
-    def call(trainer: Any) -> None:
-        mark()
-        if what == "AccelerateTrainer":
-            make(wrapping)
-        else:
-            getattr(trainer, what)(*arguments.get(what, []))
+    def call(moment: str) -> None:
+        if moment == when and trainer.rank == rank:
+            mark()
+            if what == "AccelerateTrainer":
+                make(wrapping)
+            else:
+                getattr(trainer, what)(*arguments.get(what, []))
 
-    class Calls(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            if trainer.progress.step == 3 and trainer.rank == rank:
-                call(trainer)
-
-    trainer = make(wrapping, callbacks=[Calls()] if when == "in" else [], save_dir=case_folder() / "run", save_steps=2)
-    if when == "before" and trainer.rank == rank:
-        call(trainer)
+    calls = [callback(on_step_end=lambda trainer: call(f"step {trainer.progress.step}"))] if "step" in when else []
+    trainer = make(wrapping, callbacks=calls, save_dir=case_folder() / "run", save_steps=2)
+    call("before")
     trainer.train()
-    if when == "after" and trainer.rank == rank:
-        call(trainer)
+    call("after")
 
 
 def solo(what: str, when: str, rank: int, hosted: bool = False, **options: Any) -> Case:
@@ -191,8 +180,8 @@ def solo(what: str, when: str, rank: int, hosted: bool = False, **options: Any) 
 
 CALLS = by_name([
     solo("save_model", "after", 1, hosted=True), solo("evaluate", "before", 1),
-    solo("save_checkpoint", "in", 0), solo("AccelerateTrainer", "after", 0),
-    solo("save_model", "in", 0, wrapping="fsdp"),
+    solo("save_checkpoint", "step 3", 0), solo("AccelerateTrainer", "after", 0),
+    solo("save_model", "step 3", 0, wrapping="fsdp"),
 ])  # fmt: skip
 
 
@@ -226,11 +215,10 @@ def survive(backend: str) -> dict[str, Any]:
     errors = []
     watchdog.ERROR_SYNC_S = 600.0  # both are to come, however late one of them is
 
-    class Fails(Callback):
-        def on_step_start(self, trainer: Any) -> None:
-            if trainer.progress.step == 3:
-                time.sleep(0.3 * trainer.rank)
-                raise ValueError("of both")
+    def fail_late(trainer: Any) -> None:
+        if trainer.progress.step == 3:
+            time.sleep(0.3 * trainer.rank)
+            raise ValueError("of both")
 
     def diverge(output: Any, target: Any) -> torch.Tensor:
         diverges = torch.is_grad_enabled() and next(numbers) == 3
@@ -242,7 +230,7 @@ def survive(backend: str) -> dict[str, Any]:
         trainer.train,
         lambda: trainer.train(resume_from=case_folder() / "nothing"),
         lambda: trainer.train(resume_from="auto", allow_change={"nothing"}),
-        lambda: make(backend, callbacks=[Fails()]).train(),
+        lambda: make(backend, callbacks=[callback(on_step_start=fail_late)]).train(),
         lambda: make(backend, model=t16(), optimizer="none"),
         lambda: make(backend, train=Rows(5 if trainer.rank else 2), shuffle=False).train(),
     ]
@@ -259,93 +247,76 @@ def survive(backend: str) -> dict[str, Any]:
 
 
 class Asks(Callback):
-    """Makes requests at events, on the second process only."""
+    """Makes requests after steps, on the second process only."""
 
     order = 11
-    requests: tuple[tuple[str, str], ...] = (
-        ("step_end 2", "request_save"), ("step_end 3", "request_evaluate"), ("step_end 5", "request_log"),
-        ("step_end 15", "stop"), ("eval_end 3", "request_save"), ("save_end 2", "request_evaluate"),
-        ("epoch_end 8", "request_save"), ("epoch_end 8", "request_evaluate"),
-        ("log 12", "request_save"), ("log 12", "request_evaluate"),
-    )  # fmt: skip
 
-    def __init__(self) -> None:
-        self.events: list[str] = []
+    def __init__(self, requests: dict[str, list[str]]) -> None:
+        self.requests, self.events = requests, list[str]()
 
-    def ask(self, event: str, trainer: Any) -> None:
+    def ask(self, event: Event, trainer: Any, *details: Any) -> None:
         self.events.append(f"{event} {trainer.progress.step}")
-        for moment, request in self.requests:
-            if moment == self.events[-1] and trainer.rank == 1:
+        for request in self.requests.get(self.events[-1], []):
+            if trainer.rank == 1:
                 getattr(trainer, request)()
 
 
-for _event in ("step_end", "eval_end", "save_end", "epoch_end", "log"):
-    setattr(Asks, f"on_{_event}", lambda self, trainer, *_, event=_event: self.ask(event, trainer))
+class AsksInSteps(Asks):
+    """Makes requests in steps, too."""
+
+
+subscribe(Asks, Asks.ask, (Event.EVAL_END, Event.SAVE_END, Event.EPOCH_END, Event.LOG))
+subscribe(AsksInSteps, Asks.ask, (Event.STEP_END,))
+
+
+def make_asking(backend: str, asks: Asks, folder: str, log_steps: int) -> Any:
+    return make(
+        backend, callbacks=[asks], save_dir=case_folder() / folder, save_steps=1000, log_steps=log_steps, keep_best=0,
+        eval_dataset=rows(16, torch.float32), eval_steps=1000,
+    )  # fmt: skip
 
 
 def ask(backend: str) -> dict[str, Any]:
     """Make every request at every event, on one process."""
-    asks, folder = Asks(), case_folder() / f"ask-{backend}"
-    evaluated = {"eval_dataset": rows(16, torch.float32), "eval_steps": 1000}
-    trainer: Any = make(backend, callbacks=[asks], save_dir=folder, save_steps=1000, log_steps=4, **evaluated)
+    asks = AsksInSteps({
+        "step_end 2": ["request_save"], "step_end 3": ["request_evaluate"], "step_end 5": ["request_log"],
+        "step_end 15": ["stop"], "eval_end 3": ["request_save"], "save_end 2": ["request_evaluate"],
+        "epoch_end 8": ["request_save", "request_evaluate"], "log 12": ["request_save", "request_evaluate"],
+    })  # fmt: skip
+    trainer = make_asking(backend, asks, f"ask-{backend}", 4)
     metrics = trainer.train()
     return {"events": asks.events, "reason": metrics["stop_reason"], "step": trainer.progress.step}
-
-
-class AsksBetweenSteps(Callback):
-    """Makes requests on the second process when a step is over, and none in a step."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-
-    def ask(self, event: str, trainer: Any) -> None:
-        self.events.append(f"{event} {trainer.progress.step}")
-        requests = {"log 3": "request_save", "save_end 4": "request_evaluate", "log 9": "stop"}
-        if trainer.rank == 1 and self.events[-1] in requests:
-            getattr(trainer, requests[self.events[-1]])()
-
-
-for _event in ("eval_end", "save_end", "epoch_end", "log"):
-    setattr(AsksBetweenSteps, f"on_{_event}", lambda self, trainer, *_, event=_event: self.ask(event, trainer))
 
 
 def ask_between_steps(backend: str) -> dict[str, list[str]]:
     """Return the events of a run in which each step has an exchange, and of one in which short steps share it."""
     runs = {}
     for name, short_step in {"single": 0.0, "shared": math.inf}.items():
-        asks, folder = AsksBetweenSteps(), case_folder() / f"ask-between-{name}"
-        evaluated = {"eval_dataset": rows(16, torch.float32), "eval_steps": 1000, "keep_best": 0}
-        trainer: Any = make(backend, callbacks=[asks], save_dir=folder, save_steps=1000, log_steps=3, **evaluated)
+        asks = Asks({"log 3": ["request_save"], "save_end 4": ["request_evaluate"], "log 9": ["stop"]})
         with mock.patch.object(feed, "_SHORT_STEP", short_step):
-            trainer.train()
+            make_asking(backend, asks, f"ask-between-{name}", 3).train()
         runs[name] = asks.events
     return runs
 
 
 def stop_at_any_moment(backend: str) -> dict[str, Any]:
     """Stop six runs from another thread of one process, after a random batch of steps, evaluations and epochs."""
-    generator, ends, numbers = random.Random(current_rank()), [], itertools.count()
+    generator, ends = random.Random(current_rank()), list[tuple[str, int]]()
 
-    class Stopping(Callback):
-        order = 99
+    def start_thread(trainer: Any) -> None:
+        if trainer.rank == len(ends) % 2:
+            threading.Thread(target=stop_after, args=(trainer, len(passes) + generator.randint(1, 150))).start()
 
-        def on_train_start(self, trainer: Any) -> None:
-            if trainer.rank == len(ends) % 2:
-                threading.Thread(target=stop_after, args=(trainer, generator.randint(1, 150))).start()
-
-    def stop_after(trainer: Any, batches: int) -> None:
-        while counts[0] < batches:
+    def stop_after(trainer: Any, count: int) -> None:
+        while len(passes) < count:
             time.sleep(0.0005)
         trainer.stop()
 
-    def count(*_: Any) -> None:
-        counts[0] = next(numbers)
-
-    data, model, counts = rows(70, torch.float32), t16(dtype=torch.float32), [0]
-    model.register_forward_hook(count)
-    trainer: Any = make(model=model, eval_dataset=data, eval_steps=3, epochs=1000, batch_size=1, callbacks=[Stopping()])
+    data, model, passes = rows(70, torch.float32), t16(dtype=torch.float32), list[nn.Module]()
+    model.register_forward_hook(lambda module, *_: passes.append(module))
+    starts = [callback(on_train_start=start_thread, order=99)]
+    trainer: Any = make(model=model, eval_dataset=data, eval_steps=3, epochs=1000, batch_size=1, callbacks=starts)
     for _ in range(6):
-        counts[0], numbers = 0, itertools.count()
         metrics = trainer.train()
         ends.append((metrics["stop_reason"], trainer.progress.step))
     return {"ends": ends}

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from backends import DTYPES, PROCESSES, Jobs, asked_for, bound, dtype_of, gap, launch_all, make_trainer, tensors_of
 from forking import joined
 from marks import thinned
-from recipes import Bags, Holding, ScheduleFree, Sentences, StopAt, Tagger, Trace, bags, rows, t16
+from recipes import Bags, Holding, ScheduleFree, Sentences, StopAt, Tagger, Trace, bags, callback, rows, t16
 from tiny import Short, Tokens, bert, gpt, t5
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -40,9 +40,7 @@ def regression(dtype: torch.dtype, **options: Any) -> Recipe:
 
 def classes(dtype: torch.dtype) -> Recipe:
     """Classes of other weights each, mixed."""
-    train, evaluation = (
-        TensorDataset(x, x.argmax(1) % 3) for x in (rows(24, dtype).tensors[0], rows(7, dtype).tensors[0])
-    )
+    train, evaluation = (TensorDataset(x, x.argmax(1) % 3) for x in (rows(size, dtype).tensors[0] for size in (24, 7)))
     loss = nn.CrossEntropyLoss(torch.tensor([1.0, 4.0, 0.3], dtype=dtype))
     data = {"train_dataset": train, "eval_dataset": evaluation, "loss_fn": loss}
     return regression(dtype, model=deep(dtype, classes=3), **data, algorithms=[omnitrain.MixUp(3, alpha=1.0)])
@@ -51,11 +49,6 @@ def classes(dtype: torch.dtype) -> Recipe:
 def tokens(dtype: torch.dtype, **options: Any) -> Recipe:
     data = {"train_dataset": Sentences(24), "eval_dataset": Sentences(7), "loss_fn": None}
     return regression(dtype, model=Tagger(dtype=dtype), **data, **options)
-
-
-def in_parts(dtype: torch.dtype, size: int | None) -> Recipe:
-    """Steps of 8 sentences, the last of an epoch of 3, in parts of a micro-batch: a rank has more than the other."""
-    return {"model": Tagger(dtype=dtype), "train_dataset": Sentences(19), "micro": 8, "microbatch_size": size}
 
 
 def groups(dtype: torch.dtype) -> Recipe:
@@ -74,9 +67,7 @@ ALGORITHMS: dict[str, Callable[[], Any]] = {
     "mixup": lambda: omnitrain.MixUp(alpha=1.0),
     "sam": lambda: omnitrain.SAM(0.5),
     "depth": lambda: omnitrain.StochasticDepth(["[13]"], 0.5),
-    "rounding": lambda: omnitrain.StraightThrough(
-        lambda weight: (weight * 8 / weight.max()).round() * weight.max() / 8
-    ),
+    "rounding": lambda: omnitrain.StraightThrough(lambda weight: (weight * 8).round() / 8),
     "pruning": lambda: omnitrain.MagnitudePruning(0.7, end=5, every=2, scope="global"),
 }
 
@@ -130,9 +121,8 @@ class TwoOutputs(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.body, self.classes, self.value = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 1)
-        for weight in self.parameters():
-            nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(weight.numel()))
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         hidden = self.body(x).tanh()
@@ -151,11 +141,11 @@ class Wrapped(nn.Module):
 
 
 def both(outputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
-    labelled = outputs["value"][labels != -100]
-    return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten()) + labelled.square().mean()
+    values = outputs["value"][labels != -100]
+    return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten()) + values.square().mean()
 
 
-def some_labelled(size: int, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+def labelled(size: int, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
     """Rows of which every third has no label."""
     features = rows(size, dtype).tensors[0]
     return [{"x": x, "labels": torch.tensor([-100 if i % 3 == 1 else i % 3])} for i, x in enumerate(features)]
@@ -202,13 +192,9 @@ KINDS: dict[str, Callable[[torch.dtype], Recipe]] = {
     "growing steps": lambda dtype: in_time(dtype, growing=True),
     "unit": unit,
     "by length": by_length,
-    "heads": lambda dtype: trained(
-        TwoOutputs(), dtype, some_labelled(21, dtype), some_labelled(7, dtype), loss_fn=both
-    ),
+    "heads": lambda dtype: trained(TwoOutputs(), dtype, *(labelled(size, dtype) for size in (21, 7)), loss_fn=both),
     "packed": lambda dtype: trained(gpt(), dtype, Short(21), Short(7), data_collator=DataCollatorWithFlattening()),
-    "rows": lambda dtype: trained(
-        gpt(), dtype, omnitrain.PackedDataset(Short(60), 16), omnitrain.PackedDataset(Short(20), 16)
-    ),
+    "rows": lambda dtype: trained(gpt(), dtype, *(omnitrain.PackedDataset(Short(size), 16) for size in (60, 20))),
     "gpt": lambda dtype: transformer(dtype, gpt()),
     "wrapped": lambda dtype: transformer(dtype, Wrapped(), compute_metrics=["accuracy", "perplexity"]),
     "bert": lambda dtype: transformer(dtype, bert(), "classes"),
@@ -230,8 +216,9 @@ LIMITS = {
 def recipe_of(kind: str, backend: str, dtype: torch.dtype) -> Recipe:
     if kind in SPARSE:
         return sparse(dtype, kind, backend == "native")
-    if kind == "parts":
-        return in_parts(dtype, None if backend == "native" else 3)
+    if kind == "parts":  # steps of 8 sentences, the last of an epoch of 3: a rank has more parts than the other
+        size = None if backend == "native" else 3
+        return {"model": Tagger(dtype=dtype), "train_dataset": Sentences(19), "micro": 8, "microbatch_size": size}
     return regression(dtype, algorithms=[ALGORITHMS[kind]()]) if kind in ALGORITHMS else KINDS[kind](dtype)
 
 
@@ -263,30 +250,20 @@ def train(backend: str, kind: str, dtype: str, folder: str = "", stop: int = 0) 
     }
 
 
-class Clock(omnitrain.Callback):
-    """Moves the clock of this rank by hours in each step, and that of the second rank twice as fast."""
-
-    def __init__(self) -> None:
-        self.rates: list[float] = []
-
-    def on_step_start(self, trainer: Any) -> None:
-        trainer.lifecycle.progress.seconds += 1e5 * (1 + trainer.rank)
-
-    def on_step_end(self, trainer: Any) -> None:
-        self.rates.append(trainer.optimizer.param_groups[0]["lr"])
-
-
 def train_by_clock(backend: str, folder: str) -> dict[str, Any]:
     """Train for 10 steps by the clock of the main rank, and for 5 by the other; evaluate and save by clocks too."""
-    clock = Clock()
-    trainer = make_trainer(
+
+    def move_clock(trainer: Any) -> None:
+        trainer.lifecycle.progress.seconds += 1e5 * (1 + trainer.rank)
+
+    trace = Trace()
+    metrics = make_trainer(
         backend, Tagger(dtype=torch.float32), Sentences(20), batch_size=2, max_duration="1000000s",
-        learning_rate=0.05, lr_scheduler="linear", callbacks=[clock], max_grad_norm=None, eval_dataset=Sentences(4),
-        eval_steps="250000s", save_dir=folder, save_steps="350000s", load_best_at_end=False,
-    )  # fmt: skip
-    metrics = trainer.train()
+        learning_rate=0.05, lr_scheduler="linear", callbacks=[callback(on_step_start=move_clock), trace],
+        eval_dataset=Sentences(4), eval_steps="250000s", save_dir=folder, save_steps="350000s", load_best_at_end=False,
+    ).train()  # fmt: skip
     evaluated = [row["step"] for row in metrics["valid"]]
-    return {"rates": clock.rates, "evaluated": evaluated, "reason": metrics["stop_reason"]}
+    return {"rates": trace.learning_rates, "evaluated": evaluated, "reason": metrics["stop_reason"]}
 
 
 CASES = [
@@ -333,11 +310,8 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     for backend, kind, dtype in sorted(runs):
         first.add(f"{backend}-{kind}-{dtype}", backend, train, kind=kind, dtype=dtype)
     for kind, source, target in moves:
-        options: dict[str, Any] = {
-            "kind": kind,
-            "dtype": dtype_of(source, target),
-            "folder": str(folder / f"{kind}-{source}"),
-        }
+        place = str(folder / f"{kind}-{source}")
+        options: dict[str, Any] = {"kind": kind, "dtype": dtype_of(source, target), "folder": place}
         first.add(f"{kind} cut on {source}", source, train, stop=3 if kind == "tasks" else 4, **options)
         second.add(f"{kind} from {source} on {target}", target, train, **options)
     first.add("clock", "ddp", train_by_clock, folder=str(folder / "clock"))

@@ -34,15 +34,14 @@ CONFIGS = ROOT / "examples" / "accelerate_configs"
 OMNITRAIN = [sys.executable, "-m", "omnitrain", "launch"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
-OPTIONS: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp2": {"fsdp": True}, "zero2": {"zero": 2}, "zero3": {"zero": 3}}
-WRAPPED = {
-    "ddp": ("DistributedDataParallel", "Parameter"),
-    "fsdp2": ("FSDPSequential", "DTensor"),
-    "zero2": ("DeepSpeedEngine", "Parameter"),
-    "zero3": ("DeepSpeedEngine", "Parameter"),
-}
+WAYS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "ddp": ({}, "DistributedDataParallel", "Parameter"), "fsdp2": ({"fsdp": True}, "FSDPSequential", "DTensor"),
+    "zero2": ({"zero": 2}, "DeepSpeedEngine", "Parameter"), "zero3": ({"zero": 3}, "DeepSpeedEngine", "Parameter"),
+}  # fmt: skip
+"""Options of the launcher, and the classes of the wrapped model and of its parameters."""
 ENVIRONMENTS = [("omnitrain", "ddp"), ("omnitrain", "zero3"), ("accelerate", "fsdp2"), ("omnitrain", "fsdp2"),
                 ("omnitrain", "zero2"), ("accelerate", "zero3")]  # fmt: skip
+MODEL = "run/model/model.safetensors"
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals, and no gloo over loopback")
 
 
@@ -53,21 +52,10 @@ def environment() -> dict[str, str]:
     return programs.launch_environment(PYTHONPATH=path, **on_cpu)
 
 
-@contextlib.contextmanager
-def started(*command: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start a launcher; at the end, its processes end with it."""
-    with (
-        open(cwd / "output.txt", "w") as output,
-        programs.started(*command, cwd=cwd, env=environment(), stdout=output, stderr=subprocess.STDOUT) as process,
-    ):
-        yield process
-
-
-def run(*command: str, cwd: Path) -> tuple[int, str]:
+def run(*command: str) -> tuple[int, str]:
     """Run a launcher to its end; return its exit code and all that was printed."""
-    with started(*command, cwd=cwd) as process:
-        code = process.wait(programs.LIMIT)
-    return code, (cwd / "output.txt").read_text()
+    done = programs.run(*command, env=environment(), stderr=subprocess.STDOUT)
+    return done.returncode, done.stdout
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:
@@ -85,9 +73,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor
 def check(way: str, folder: Path, expected: dict[str, torch.Tensor]) -> None:
     for report in reports(folder):
         assert (report["world_size"], report["step"]) == (2, 12)
-        assert (report["model"], report["parameter"]) == WRAPPED[way]
-    weights = load_file(folder / "run" / "model" / "model.safetensors")
-    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-5)
+        assert (report["model"], report["parameter"]) == WAYS[way][1:]
+    torch.testing.assert_close(load_file(folder / MODEL), expected, rtol=0, atol=1e-5)
 
 
 # --- without launchers, which take longer to start than any of this
@@ -109,6 +96,10 @@ def environment_of_accelerate(way: str) -> dict[str, str]:
     return {name: value for name, value in variables.items() if before.get(name) != value}
 
 
+def variables_of(way: str = "ddp") -> dict[str, str]:
+    return Launch(SCRIPT, processes=2, **WAYS[way][0]).environment(cores=2)
+
+
 @pytest.fixture(scope="module")
 def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
     selected = sorted({("omnitrain", "ddp"), *asked_for(request, "launcher", "way")})
@@ -118,9 +109,7 @@ def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome
     for launcher, way in selected:
         name = f"{launcher}-{way}"
         (folder / name).mkdir()
-        variables = Launch(SCRIPT, processes=2, **OPTIONS[way]).environment(cores=2)
-        if launcher == "accelerate":
-            variables = environment_of_accelerate(way)
+        variables = environment_of_accelerate(way) if launcher == "accelerate" else variables_of(way)
         cases.append(Case(name, "launched:main", {"words": [str(folder / name)]}, environment=variables))
     return play(cases, folder / "cases")
 
@@ -160,20 +149,27 @@ def test_example_resumes_on_another_number_of_processes(tmp_path: Path) -> None:
 # --- real launches
 
 
+def wait_until(condition: Callable[[], object], *processes: subprocess.Popen[str]) -> None:
+    """Wait for something that comes while processes run."""
+    end = time.monotonic() + programs.LIMIT
+    while not condition():
+        assert time.monotonic() < end and all(process.poll() is None for process in processes)
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize(
     ("number", "code", "count"), [(signal.SIGTERM, 143, 1), pytest.param(signal.SIGINT, 130, 2, marks=pytest.mark.slow)]
 )
 def test_omnitrain_launch_saves_at_a_signal(number: signal.Signals, code: int, count: int, tmp_path: Path) -> None:
-    with started(*OMNITRAIN, "-n", f"{count}", "-m", "launched", str(tmp_path), "--forever", cwd=tmp_path) as process:
-        while not all((tmp_path / f"trains-{rank}").exists() for rank in range(count)):
-            assert process.poll() is None, (tmp_path / "output.txt").read_text()
-            time.sleep(0.1)
+    command = [*OMNITRAIN, "-n", f"{count}", "-m", "launched", str(tmp_path), "--pause", "3"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with programs.started(*command, env=environment(), **pipes) as process:
+        wait_until(lambda: len(list(tmp_path.glob("pauses-3-*"))) == count, process)
         process.send_signal(number)
-        exit_code = process.wait(programs.LIMIT)
-    output = (tmp_path / "output.txt").read_text()
-    assert exit_code == code, output
+        output, _ = process.communicate(timeout=programs.LIMIT)
+    assert process.returncode == code, output
     manifest = json.loads((tmp_path / "run" / "last" / "omnitrain.json").read_text())
-    assert manifest["progress"]["step"] >= 3
+    assert manifest["progress"]["step"] == 3
     assert "Traceback" not in output or number == signal.SIGINT  # KeyboardInterrupt has one, as ever
 
 
@@ -189,14 +185,14 @@ def test_launchers_train_on_two_processes(
     way: str, command: list[str], tmp_path: Path, expected: dict[str, torch.Tensor]
 ) -> None:
     compile_once()
-    code, output = run(*command, str(tmp_path), cwd=tmp_path)
+    code, output = run(*command, str(tmp_path))
     assert code == 0, output
     check(way, tmp_path, expected)
 
 
 @pytest.mark.slow
 def test_omnitrain_launch_exits_with_the_error_of_one_rank(tmp_path: Path) -> None:
-    code, output = run(*OMNITRAIN, "-n", "2", SCRIPT, str(tmp_path), "--fail", cwd=tmp_path)
+    code, output = run(*OMNITRAIN, "-n", "2", SCRIPT, str(tmp_path), "--fail")
     assert code == 1
     assert "RuntimeError: boom" in output
     assert "rank 1 was the first to end with an error: exit code 1" in output
@@ -218,19 +214,13 @@ def uninterrupted(folder: Path, outcomes: Found[list[Outcome]]) -> dict[str, tor
     return state(folder / "omnitrain-ddp" / "run")
 
 
-def forked(folder: Path, words: list[str]) -> list[Outcome]:
-    """Run the script on two processes without torchrun."""
-    variables = Launch(SCRIPT, processes=2).environment(cores=2)
-    return play([Case("run", "launched:main", {"words": words}, environment=variables)], folder)["run"]
-
-
 def test_machine_without_the_shared_folder_resumes(tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
     """Only the main process writes checkpoints, and reads them; the others get what they need from it."""
-    words = [str(tmp_path), "--separate-folders", "--kill", "6"]
-    killed = forked(tmp_path / "killing", words)
-    assert (killed[0].code, killed[1].code) == (1, -signal.SIGKILL), killed
-    resumed = forked(tmp_path / "resuming", words)
-    assert [outcome.code for outcome in resumed] == [0, 0], resumed
+    words = {"words": [str(tmp_path), "--separate-folders", "--kill", "6"]}
+    for name, codes in {"killed": [1, -signal.SIGKILL], "resumed": [0, 0]}.items():
+        case = Case(name, "launched:main", words, environment=variables_of())
+        outcomes = play([case], tmp_path / "cases")[name]
+        assert [outcome.code for outcome in outcomes] == codes, outcomes
     assert gap(state(tmp_path / "run-0"), uninterrupted) == 0
     assert not (tmp_path / "run-1").exists()
 
@@ -242,7 +232,7 @@ def test_torchrun_restarts_a_killed_worker_exactly(
 ) -> None:
     words = [rendezvous, *([str(programs.free_port())] if rendezvous == "--master-port" else [])]
     words += ["--nproc-per-node", "2", "--max-restarts", "2", SCRIPT, str(tmp_path), "--kill", "6"]
-    code, output = run(*TORCHRUN, *words, cwd=tmp_path)
+    code, output = run(*TORCHRUN, *words)
     assert code == 0, output
     assert (tmp_path / "killed").exists()
     # an attempt that found keys of the one before it would fail, and so would all that are allowed
@@ -251,80 +241,58 @@ def test_torchrun_restarts_a_killed_worker_exactly(
     assert gap(state(tmp_path / "run"), uninterrupted) == 0
 
 
-def train_on_one_process(folder: Path, step: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train on one process; return the loss of each step, and the last weights."""
-    folder.mkdir()
-    case = Case("single", "launched:main", {"words": [str(folder), "--step", f"{step}"]}, processes=1)
-    (outcome,) = play([case], folder / "forked")["single"]
-    assert outcome.code == 0, outcome.output
-    rows = losses(folder)
-    return [rows[number]["loss"] for number in sorted(rows)], load_file(folder / "run" / "model" / "model.safetensors")
-
-
 def losses(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the loss of each step when it was last taken, and the number of ranks."""
     lines = (folder / "losses.jsonl").read_text().splitlines()
-    return {row["step"]: row for row in map(json.loads, lines)}
+    return dict(sorted((row["step"], row) for row in map(json.loads, lines)))
 
 
-def wait_for(pattern: str, count: int, folder: Path, *agents: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + programs.LIMIT
-    while len(list(folder.glob(pattern))) < count:
-        assert time.monotonic() < end and all(agent.poll() is None for agent in agents), output_of(folder)
-        time.sleep(0.1)
-
-
-def output_of(folder: Path) -> str:
-    return "".join(f"--- {path}\n{path.read_text()}" for path in sorted(folder.glob("*/output.txt")))
+def is_listening(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("localhost", port), 1):
+        return True
+    return False
 
 
 def wait_for_end_of_workers(step: int, folder: Path) -> None:
     """Wait until the processes that have paused after a step have ended."""
     numbers = [int(path.name.split("-")[-1]) for path in folder.glob(f"pauses-{step}-*")]
     workers = [psutil.Process(number) for number in numbers if psutil.pid_exists(number)]
-    _, alive = psutil.wait_procs(workers, programs.LIMIT)
-    assert not alive, output_of(folder)
+    assert not psutil.wait_procs(workers, programs.LIMIT)[1]
 
 
 class Machines:
-    """Machines of one process each, of which the first one has the store."""
+    """Machines of one process each, of which the first one has the store; what they print is in their folders."""
 
     def __init__(self, count: int, folder: Path, stack: contextlib.ExitStack, *words: str) -> None:
         self.folder, self._stack = folder, stack
-        endpoint = f"localhost:{programs.free_port()}"
-        self._command = [*OMNITRAIN, "-n", "1", "--rdzv-endpoint", endpoint, "--max-restarts", "3", *words]
+        port = programs.free_port()
+        self._command = [*OMNITRAIN, "-n", "1", "--rdzv-endpoint", f"localhost:{port}", "--max-restarts", "3", *words]
         self.agents: list[subprocess.Popen[str]] = []
         self._started = 0
         self.start()
-        self._wait_for_store(int(endpoint.partition(":")[2]))
+        wait_until(lambda: is_listening(port), *self.agents)
         for _ in range(1, count):
             self.start()
 
-    def _wait_for_store(self, port: int) -> None:
-        end = time.monotonic() + programs.LIMIT
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("localhost", port), 1):
-                return
-            assert time.monotonic() < end and self.agents[0].poll() is None
-            time.sleep(0.1)
-
     def start(self) -> None:
-        folder = self.folder / f"machine-{self._started}"
-        folder.mkdir()
-        self.agents.append(self._stack.enter_context(started(*self._command, cwd=folder)))
+        output = self._stack.enter_context((self.folder / f"machine-{self._started}.txt").open("w"))
+        pipes = {"stdout": output, "stderr": subprocess.STDOUT}
+        self.agents.append(self._stack.enter_context(programs.started(*self._command, env=environment(), **pipes)))
         self._started += 1
+
+    def wait_for_pause(self, step: int, count: int) -> None:
+        wait_until(lambda: len(list(self.folder.glob(f"pauses-{step}-*"))) >= count, *self.agents)
 
     def lose_one_at(self, step: int) -> None:
         """Lose the last machine, as if its power is cut, while all of them pause after a step."""
-        wait_for(f"pauses-{step}-*", len(self.agents), self.folder, *self.agents)
+        self.wait_for_pause(step, len(self.agents))
         agent = psutil.Process(self.agents.pop().pid)
         for process in (agent, *agent.children(recursive=True)):
             process.kill()
         (self.folder / f"continue-{step}").touch()
 
     def finish(self) -> None:
-        codes = [agent.wait(programs.LIMIT) for agent in self.agents]
-        assert codes == [0] * len(self.agents), output_of(self.folder)
+        assert [agent.wait(programs.LIMIT) for agent in self.agents] == [0] * len(self.agents)
 
 
 @pytest.fixture
@@ -335,14 +303,18 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         yield lambda count, *words: Machines(count, tmp_path, stack, *words)
 
 
-def assert_as_on_one_process(folder: Path, reference: tuple[list[float], dict[str, torch.Tensor]]) -> list[int]:
-    """Compare the loss of each step and the last weights; return on how many ranks each step was taken."""
-    expected, weights = reference
-    rows = losses(folder)
-    assert sorted(rows) == [*range(1, len(expected) + 1)]
-    assert [rows[number]["loss"] for number in sorted(rows)] == pytest.approx(expected, abs=1e-5)
-    torch.testing.assert_close(load_file(folder / "run" / "model" / "model.safetensors"), weights, rtol=0, atol=1e-5)
-    return [rows[number]["ranks"] for number in sorted(rows)]
+def check_steps(folder: Path, step: int) -> list[int]:
+    """Compare each loss and the last weights with those of one process; return the number of ranks of each step."""
+    single = folder / "single"
+    single.mkdir()
+    case = Case("single", "launched:main", {"words": [str(single), "--step", f"{step}"]}, processes=1)
+    (outcome,) = play([case], single)["single"]
+    assert outcome.code == 0, outcome.output
+    rows, expected = losses(folder), losses(single)
+    assert [*rows] == [*range(1, len(expected) + 1)]
+    assert [row["loss"] for row in rows.values()] == pytest.approx([row["loss"] for row in expected.values()], abs=1e-5)
+    torch.testing.assert_close(load_file(folder / MODEL), load_file(single / MODEL), rtol=0, atol=1e-5)
+    return [row["ranks"] for row in rows.values()]
 
 
 @pytest.mark.slow
@@ -359,18 +331,17 @@ def test_run_continues_without_a_lost_machine(
 ) -> None:
     """The run continues without the machine, and with it again when it is back."""
     compile_once()
-    expected = train_on_one_process(tmp_path / "single", step)
     words = ["--nnodes", f"{count - 1}:{count}", *options, SCRIPT, str(tmp_path), "--step", f"{step}"]
     words += ["--pause", "6", *(["9"] if comes_back else []), *(["--in-parts"] if options else [])]
     run = machines(count, *words)
     run.lose_one_at(6)
     if comes_back:
-        wait_for("pauses-9-*", count - 1, tmp_path, *run.agents)
+        run.wait_for_pause(9, count - 1)
         run.start()
         wait_for_end_of_workers(9, tmp_path)
         (tmp_path / "continue-9").touch()
     run.finish()
-    ranks = assert_as_on_one_process(tmp_path, expected)
+    ranks = check_steps(tmp_path, step)
     assert ranks[:8] == [count] * 4 + [count - 1] * 4 and set(ranks[9:]) == {len(run.agents)}
     # shards were saved by each rank, and are read in slices by another number of ranks
     parts = {path.name.split(".")[0] for path in (tmp_path / "run" / "last").rglob("rank-*.safetensors")}
@@ -379,10 +350,9 @@ def test_run_continues_without_a_lost_machine(
 
 @pytest.mark.slow
 def test_run_on_fixed_machines_waits_for_a_replacement(tmp_path: Path, machines: Callable[..., Machines]) -> None:
-    expected = train_on_one_process(tmp_path / "single", 7)
     run = machines(2, "--nnodes", "2", "--fsdp", SCRIPT, str(tmp_path), "--step", "7", "--pause", "6")
     run.lose_one_at(6)
     wait_for_end_of_workers(6, tmp_path)
     run.start()
     run.finish()
-    assert set(assert_as_on_one_process(tmp_path, expected)) == {2}
+    assert set(check_steps(tmp_path, 7)) == {2}
