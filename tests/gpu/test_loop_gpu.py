@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from devices import forbid_waiting, keep_busy, make, trainer_class, waiting_allowed_at_last
-from recipes import Bags, Sentences, Tagger, bags, distance, fit, rows, same, t16, weights
+from recipes import Bags, Sentences, Tagger, bags, callback, distance, fit, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
@@ -213,17 +213,6 @@ def test_each_pass_gets_unchanged_batch(device: torch.device, kind: str, options
     assert same(*ends)
 
 
-class Places(Algorithm):
-    """Notes where batches are when the model is about to see them."""
-
-    def __init__(self) -> None:
-        self.seen: set[str] = set()
-
-    def transform_batch(self, trainer: Any, batch: Any) -> Any:
-        self.seen.add(batch[0].device.type)
-        return batch
-
-
 @pytest.mark.parametrize("has_own", [False, True])
 def test_custom_prepare_batch_gets_host_batches(device: torch.device, kind: str, has_own: bool) -> None:
     calls: list[tuple[str, bool]] = []
@@ -233,15 +222,20 @@ def test_custom_prepare_batch_gets_host_batches(device: torch.device, kind: str,
             calls.append((batch[0].device.type, batch[0].is_pinned()))
             return super()._prepare_batch(batch)
 
-    places, ends = Places(), []
+    def note_place(trainer: Any, batch: Any) -> Any:
+        """Note where a batch is when the model is about to see it."""
+        places.add(batch[0].device.type)
+        return batch
+
+    places, ends = set[str](), []
     for trainer_type in (Prepares if has_own else trainer_class(kind), trainer_class(kind)):
         place = {"device": device} if kind == "native" else {}
         trainer = fit(trainer_type(
             t16(dtype=FP32), rows(40, FP32), loss_fn=F.mse_loss, learning_rate=0.01, epochs=1, progress_bar=False,
-            algorithms=[places], **place,
+            algorithms=[callback(Algorithm, transform_batch=note_place)], **place,
         ))  # fmt: skip
         ends.append(weights(trainer.get_model()))
-    assert places.seen == {device.type}
+    assert places == {device.type}
     assert set(calls) == ({("cpu", device.type == "cuda")} if has_own else set())
     assert same(*ends)
 

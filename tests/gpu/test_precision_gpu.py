@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from devices import Notes, Overflow, make, make_half
-from recipes import StopAt, Trace, distance, fit, rows, same, t16, weights
-from torch import nn
+from recipes import StopAt, Trace, callback, distance, fit, rows, same, t16, weights
 from torch.utils.data import TensorDataset
 
 from omnitrain import Callback, NonFiniteError
@@ -108,19 +107,6 @@ def test_scale_adapts_to_large_gradients(kind: str) -> None:
 # --- what is computed in which precision
 
 
-class Look(nn.Sequential):
-    """Notes the dtype of what it gives in training."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__(*layers)
-        self.seen: set[torch.dtype] = set()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = super().forward(x)
-        self.seen.add(output.dtype)
-        return output
-
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -128,10 +114,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def test_forward_is_in_low_precision_and_state_is_not(device: torch.device, kind: str, precision: str) -> None:
     if precision == "fp16" and device.type == "cpu":
         pytest.skip("a CPU has no fp16")
-    model = Look(*t16(dtype=FP32).children())
+    model, dtypes = t16(dtype=FP32), set[torch.dtype]()
+    list(model.children())[-1].register_forward_hook(lambda layer, inputs, output: dtypes.add(output.dtype))
     trainer = make(kind, device, model, rows(60, FP32), autocast=precision, epochs=4)
     losses = [row["train_loss"] for row in trainer.train()["train_metrics_history"]]
-    assert model.seen == {DTYPES[precision]}
+    assert dtypes == {DTYPES[precision]}
     state = trainer.optimizer.state[next(iter(model.parameters()))]
     assert {parameter.dtype for parameter in model.parameters()} == {state["exp_avg"].dtype} == {FP32}
     assert losses[-1] < losses[0]
@@ -170,33 +157,29 @@ def test_default_optimizer_is_fused_and_exact(device: torch.device, kind: str) -
 # --- NaN
 
 
+def with_nan() -> TensorDataset:
+    data = rows(64, FP32)
+    data.tensors[1][17] = math.nan
+    return data
+
+
 @pytest.mark.parametrize("optimizer", [None, "torch.optim.SGD"], ids=["fused", "not fused"])
 def test_nan_reports_sample_and_stops_updates(device: torch.device, kind: str, optimizer: str | None) -> None:
-    x, y = (tensor.clone() for tensor in rows(64, FP32).tensors)
-    y[17] = math.nan
-    before: list[torch.Tensor] = []
-
-    class Keep(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            if trainer.progress.step == 2:  # samples 0 to 15; the third step has the NaN
-                before.extend(weights(trainer.get_model()))
-
+    ends: list[list[torch.Tensor]] = []  # after each step; samples 0 to 15 are of two, and the third step has the NaN
     trainer = make(
-        kind, device, t16(dtype=FP32), TensorDataset(x, y), batch_size=8, shuffle=False, epochs=3, optimizer=optimizer,
-        callbacks=[Keep()],
+        kind, device, t16(dtype=FP32), with_nan(), batch_size=8, shuffle=False, epochs=3, optimizer=optimizer,
+        callbacks=[callback(on_step_end=lambda trainer: ends.append(weights(trainer.get_model())))],
     )  # fmt: skip
     with pytest.raises(NonFiniteError, match=r"step 3 .* 17"):
         trainer.train()
-    assert same(before, weights(trainer.get_model()))
+    assert same(ends[1], weights(trainer.get_model()))
 
 
 @pytest.mark.parametrize("policy", ["skip", "warn"])
 def test_nan_policies_hold_on_device(device: torch.device, kind: str, policy: str) -> None:
-    x, y = (tensor.clone() for tensor in rows(64, FP32).tensors)
-    y[17] = math.nan
-    trainer = make(kind, device, t16(dtype=FP32), TensorDataset(x, y), batch_size=8, shuffle=False, on_nonfinite=policy)
-    trainer.train()
+    trainer = fit(make(
+        kind, device, t16(dtype=FP32), with_nan(), batch_size=8, shuffle=False, on_nonfinite=policy
+    ))  # fmt: skip
     is_finite = all(bool(parameter.isfinite().all()) for parameter in trainer.get_model().parameters())
-    assert (trainer.progress.step, trainer.progress.skipped_steps, is_finite) == (
-        (7, 1, True) if policy == "skip" else (8, 0, False)
-    )
+    expected = (7, 1, True) if policy == "skip" else (8, 0, False)
+    assert (trainer.progress.step, trainer.progress.skipped_steps, is_finite) == expected

@@ -21,11 +21,11 @@ import programs
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import StopAt, rows
+from recipes import StopAt, callback, rows
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from omnitrain import AccelerateTrainer, Callback, NonFiniteError, Trainer
+from omnitrain import AccelerateTrainer, NonFiniteError, Trainer
 from omnitrain.checkpoint.tensor_files import gather_to_host, load_tensors
 
 OFFLOAD = {"device": "cpu"}
@@ -109,12 +109,6 @@ def examine(way: str, folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     states: dict[str, Any] = {}
 
-    def note(name: str, work: Callable[[], Any]) -> None:
-        try:
-            results[name] = work()
-        except Exception:
-            results[name] = {"error": traceback.format_exc()[-3000:]}
-
     def straight() -> dict[str, Any]:
         trainer = train(way, folder / "straight")
         states["straight"] = state_of(trainer)
@@ -150,19 +144,12 @@ def examine(way: str, folder: Path) -> dict[str, Any]:
     def poisoned() -> dict[str, Any]:
         x, y = (tensor.clone() for tensor in rows(64, torch.float32).tensors)
         y[:] = math.nan  # from the first step on, so that the weights are to stay those of the beginning
-        kept_trainer: list[Any] = []
-
-        class Keep(Callback):
-            def on_train_start(self, trainer: Any) -> None:
-                kept_trainer.append(trainer)
-
+        trainers, message = list[Any](), ""
         try:
-            train(way, folder / "poisoned", Keep(), data=TensorDataset(x, y))
+            train(way, folder / "poisoned", callback(on_train_start=trainers.append), data=TensorDataset(x, y))
         except NonFiniteError as error:
             message = str(error)
-        else:
-            message = ""
-        return {"said": message, "from_start": apart(state_of(kept_trainer[0]), dict(net().named_parameters()))}
+        return {"said": message, "from_start": apart(state_of(trainers[0]), dict(net().named_parameters()))}
 
     def in_precision(precision: str) -> Callable[[], dict[str, Any]]:
         def work() -> dict[str, Any]:
@@ -179,7 +166,10 @@ def examine(way: str, folder: Path) -> dict[str, Any]:
         works["fp16"] = in_precision("fp16")
     works["poisoned"] = poisoned  # the last one, as it ends by an error
     for name, work in works.items():
-        note(name, work)
+        try:
+            results[name] = work()
+        except Exception:
+            results[name] = {"error": traceback.format_exc()[-3000:]}
     return results
 
 
