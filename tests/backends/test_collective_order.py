@@ -9,16 +9,10 @@ from omnitrain.distributed.ranks import Ranks
 
 
 class RanksWithCodes(Ranks):
-    """Rank 0 of many ranks, whose sums are those of `ProcessRanks`: in float64.
-
-    Args:
-        size: The number of ranks.
-        difference: What the code of the last rank adds to that of the others.
-    """
+    """Rank 0 of many ranks, whose sums are those of `ProcessRanks`, in float64; the code of the last one may differ."""
 
     def __init__(self, size: int, difference: int) -> None:
-        self.world_size = size
-        self._difference = difference
+        self.world_size, self._difference = size, difference
 
     def sum(self, what: str, *values: float) -> list[float]:
         """Return the sums of a code and of its square."""

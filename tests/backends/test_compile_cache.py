@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import programs
 import pytest
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
@@ -22,17 +23,6 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "")  # so that it is restored after the tests, which set it
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setattr(cpp_extension, "FileBaton", FileBaton)
-
-
-def compile_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Have torch compile nothing, and return whether our lock was held each time that it would have."""
-    states: list[bool] = []
-    monkeypatch.setattr(
-        cpp_extension, "_write_ninja_file_and_build_library", lambda **_: states.append(is_locked(folder))
-    )
-    monkeypatch.setattr(cpp_extension, "_import_module_from_library", lambda *_: None)
-    cpp_extension.load(f"operator_{folder.name}", [__file__], build_directory=str(folder))
-    return states
 
 
 def is_locked(folder: Path) -> bool:
@@ -53,10 +43,14 @@ def test_use_compile_cache_sets_folder_and_lock(monkeypatch: pytest.MonkeyPatch,
     assert folder == cache_folder() and folder.is_dir() and folder.is_relative_to(tmp_path / "cache")
     monkeypatch.setattr("sys.prefix", "/another/environment")
     assert cache_folder() != folder and cache_folder().parent == folder.parent
-    (folder / "operator").mkdir()
-    (folder / "operator" / "lock").touch()  # of torch, which a program without omnitrain may have left
-    assert compile_counted(folder / "operator", monkeypatch) == [True]
-    assert not is_locked(folder / "operator")
+    operator, states = folder / "operator", list[bool]()
+    operator.mkdir()
+    (operator / "lock").touch()  # of torch, which a program without omnitrain may have left
+    compiling = {"_write_ninja_file_and_build_library": lambda **_: states.append(is_locked(operator))}
+    for name, function in {**compiling, "_import_module_from_library": lambda *_: None}.items():
+        monkeypatch.setattr(cpp_extension, name, function)
+    cpp_extension.load("operator_of_test", [__file__], build_directory=str(operator))
+    assert states == [True] and not is_locked(operator)
 
 
 @pytest.mark.parametrize("depth", ["op", "py311_cu128/op"])
@@ -71,8 +65,7 @@ def test_use_compile_cache_keeps_folder_of_user(
     assert not caplog.records  # another program compiles
     os.utime(lock, (time.time() - 7200,) * 2)
     use_compile_cache()
-    messages = [record.getMessage().partition(" is 120 minutes old")[0] for record in caplog.records]
-    assert messages == [str(lock)]
+    assert [record.getMessage().partition(" is 120 minutes old")[0] for record in caplog.records] == [str(lock)]
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path) and cpp_extension.FileBaton is FileBaton
 
 
@@ -86,19 +79,15 @@ def test_use_compile_cache_without_home(monkeypatch: pytest.MonkeyPatch, caplog:
 @pytest.mark.processes
 def test_compile_lock_ends_with_its_process(tmp_path: Path) -> None:
     """torch's lock would stay, and every later program wait for it."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
+
+    def die_with_lock() -> None:
         child_lock = CompileLock(str(tmp_path / "lock"))
-        os.write(writing, b"." if child_lock.try_acquire() else b"!")
-        signal.pause()
-    try:
-        assert os.read(reading, 1) == b"." and is_locked(tmp_path)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        if child_lock.try_acquire() and is_locked(tmp_path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert programs.exit_code(programs.fork(die_with_lock)) == -signal.SIGKILL
     lock = CompileLock(str(tmp_path / "lock"))
-    assert lock.try_acquire() and is_locked(tmp_path)
+    assert not is_locked(tmp_path) and lock.try_acquire() and is_locked(tmp_path)
     lock.release()
     assert not is_locked(tmp_path)
     assert not (tmp_path / "lock").exists()  # a program without omnitrain would wait for it

@@ -35,15 +35,15 @@ def without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_deepspeed_without_a_launcher_is_rejected(without_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
     message = r"no RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Start .* `omnitrain launch -n 1`"
-    with pytest.raises(ConfigError, match=message):
-        AccelerateTrainer(torch.nn.Linear(2, 1), deepspeed_config={})
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match="no LOCAL_RANK, WORLD_SIZE"):
-        AccelerateTrainer(torch.nn.Linear(2, 1), deepspeed_config={})
+    for words in (message, "no LOCAL_RANK, WORLD_SIZE"):
+        with pytest.raises(ConfigError, match=words):
+            AccelerateTrainer(torch.nn.Linear(2, 1), deepspeed_config={})
+        monkeypatch.setenv("RANK", "0")
 
 
-@pytest.mark.parametrize(("stage", "kind"), [(2, transformers.TrainingArguments), (2, HFTrainingArguments),
-                                             (3, HFTrainingArguments)])  # fmt: skip
+@pytest.mark.parametrize(("stage", "kind"), [
+    (2, transformers.TrainingArguments), (2, HFTrainingArguments), (3, HFTrainingArguments),
+])  # fmt: skip
 def test_training_arguments_without_a_launcher_are_rejected(
     stage: int, kind: Any, without_launcher: None, tmp_path: Path
 ) -> None:
@@ -51,8 +51,8 @@ def test_training_arguments_without_a_launcher_are_rejected(
     config = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"}
     make = functools.partial(kind, str(tmp_path), deepspeed=config, report_to=[])
     if stage == 2:
-        args, data = make(), [(torch.zeros(2), torch.zeros(1))]
-        make = functools.partial(HFTrainer, torch.nn.Linear(2, 1), args, data, loss_fn=torch.nn.MSELoss())
+        data = [(torch.zeros(2), torch.zeros(1))]
+        make = functools.partial(HFTrainer, torch.nn.Linear(2, 1), make(), data, loss_fn=torch.nn.MSELoss())
     with pytest.raises(ConfigError, match=r"Start .* `omnitrain launch -n 1`"):
         make()
 

@@ -8,7 +8,7 @@ import eighths
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import rows, same, t16, trainer_on_cpu, weights
+from recipes import fit, rows, same, t16, trainer_on_cpu, weights
 
 from omnitrain.compute.precision import Precision, choose_device, matmul_precision, uses_tf32
 from omnitrain.core.errors import ConfigError, MissingExtraError
@@ -58,25 +58,20 @@ def test_fp8_layers_are_converted_once(monkeypatch: pytest.MonkeyPatch, caplog: 
 
 def test_forward_runs_in_autocast_dtype() -> None:
     layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        precision = Precision.parse(name, CPU)
-        for _ in range(2):  # a context may be asked for in every step
-            with precision.autocast():
-                assert layer(x).dtype is dtype
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)) * 2:  # a context in every step
+        with Precision.parse(name, CPU).autocast():
+            assert layer(x).dtype is dtype
         assert layer.weight.dtype is layer(x).dtype is torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16), Precision.parse("fp32", CPU).autocast():
         assert layer(x).dtype is torch.bfloat16  # that of the user is kept
 
 
-def test_fp32_layers_that_may_compute_in_tf32() -> None:
+def test_fp32_layers_that_may_compute_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     convolutions, products = torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1)), torch.nn.Linear(1, 1)
-    assert uses_tf32(convolutions, CUDA) and not uses_tf32(convolutions, CPU) and not uses_tf32(products, CUDA)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        assert uses_tf32(products, CUDA) and not uses_tf32(products, CPU)
-    finally:
-        torch.set_float32_matmul_precision(before)
+    for precision, expected in (("highest", False), ("high", True)):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
+        assert uses_tf32(convolutions, CUDA) and uses_tf32(products, CUDA) is expected
+        assert not uses_tf32(convolutions, CPU) and not uses_tf32(products, CPU)
 
 
 def test_train_inside_user_autocast_sees_each_update(trainer_class: Any) -> None:
@@ -86,18 +81,14 @@ def test_train_inside_user_autocast_sees_each_update(trainer_class: Any) -> None
         options |= {"loss_fn": F.mse_loss, "max_steps": 4, "learning_rate": 0.1}
         return trainer_on_cpu(trainer_class, t16(dtype=torch.float32), rows(16, torch.float32), **options)
 
-    expected, data = build(autocast="bf16"), rows(4, torch.float32)
-    expected.train()
+    expected, data = fit(build(autocast="bf16")), rows(4, torch.float32)
     moments = [tensor for state in expected.optimizer.state.values() for tensor in state.values()]
     assert {tensor.dtype for tensor in moments} == {torch.float32}
     for trainer in (build(), build(autocast="bf16")):
         with torch.autocast("cpu", torch.bfloat16):
-            before = trainer.predict(data).predictions
-            trainer.train()
+            before, after = trainer.predict(data).predictions, fit(trainer).predict(data).predictions
             assert torch.is_autocast_cache_enabled()
-            after = trainer.predict(data).predictions
-        assert (before != after).any()
-        assert (after == expected.predict(data).predictions).all()
+        assert (before != after).any() and (after == expected.predict(data).predictions).all()
         assert same(weights(trainer.model), weights(expected.model))
 
 

@@ -62,19 +62,18 @@ def test_draws_are_detected_and_undone(start: str) -> None:
     assert states() == before
 
 
-def test_draws_of_other_numpy_generators() -> None:
-    original = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    try:
-        for bits in (np.random.PCG64(1), original):
-            np.random.set_bit_generator(bits)  # type: ignore[attr-defined]
-            snapshot = NUMPY.snapshot()
-            assert not NUMPY.has_changed(snapshot)
-            first = np.random.rand()
-            assert NUMPY.has_changed(snapshot)
-            NUMPY.restore(snapshot)
-            assert np.random.rand() == first
-    finally:
-        np.random.set_bit_generator(original)  # type: ignore[attr-defined]
+def test_draws_of_other_numpy_generators(request: pytest.FixtureRequest) -> None:
+    random_module: Any = np.random
+    original = random_module.get_bit_generator()
+    request.addfinalizer(lambda: random_module.set_bit_generator(original))
+    for bits in (np.random.PCG64(1), original):
+        random_module.set_bit_generator(bits)
+        snapshot = NUMPY.snapshot()
+        assert not NUMPY.has_changed(snapshot)
+        first = np.random.rand()
+        assert NUMPY.has_changed(snapshot)
+        NUMPY.restore(snapshot)
+        assert np.random.rand() == first
 
 
 def test_seeds_of_generators_are_unrelated() -> None:
@@ -108,16 +107,17 @@ def test_derive_seed_of_near_inputs() -> None:
 
 
 def test_isolation_nests_and_repeats() -> None:
-    with isolated_rng(seed=1):
-        expected = draw()
     disturb()
-    before = states()
+    before, draws = states(), []
+    for _ in range(2):
+        with isolated_rng(seed=1):
+            with contextlib.suppress(KeyError), isolated_rng(seed=2):
+                draw()
+                raise KeyError
+            draws.append(draw())
+        assert states() == before
     with isolated_rng(seed=1):
-        with contextlib.suppress(KeyError), isolated_rng(seed=2):
-            draw()
-            raise KeyError
-        assert draw() == expected
-    assert states() == before
+        assert draws == [draw()] * 2
 
 
 def test_seed_everything_equals_each_library() -> None:

@@ -1,5 +1,6 @@
 """Named metrics against scikit-learn, for every split into batches and processes."""
 
+import itertools
 import math
 from functools import partial
 
@@ -70,14 +71,20 @@ BY_VALUE = {
 }  # fmt: skip
 
 
+def updated(names, *batches, how=None):
+    scorer = NamedMetrics(names, how)
+    for outputs, labels in batches:
+        scorer.update(outputs, labels)
+    return scorer
+
+
 def score(names, outputs, labels, batch_size=3, processes=1, how=None):
     """Score as a run does: batch by batch on each process, then everything merged into a fresh scorer."""
     if not (isinstance(labels, list) and isinstance(labels[0], str)):
         outputs, labels = torch.as_tensor(outputs), torch.as_tensor(labels)
-    scorers = [NamedMetrics(names, how) for _ in range(processes)]
-    for i, start in enumerate(range(0, len(labels), batch_size)):
-        rows = slice(start, start + batch_size)
-        scorers[i % processes].update(outputs[rows], labels[rows])
+    parts = [slice(start, start + batch_size) for start in range(0, len(labels), batch_size)]
+    batches = [(outputs[part], labels[part]) for part in parts]
+    scorers = [updated(names, *batches[rank::processes], how=how) for rank in range(processes)]
     if processes == 1:
         return scorers[0].compute()
     merged = NamedMetrics(names, how)
@@ -138,9 +145,8 @@ def test_references_cover_every_name():
 
 
 def test_values_with_large_means_lose_no_digits():
-    random = np.random.default_rng(0)
-    labels = random.normal(size=200) + 1e8
-    outputs = labels + random.normal(size=200)
+    labels = np.random.normal(size=200) + 1e8
+    outputs = labels + np.random.normal(size=200)
     reference = {name: BY_VALUE[name] for name in ("r2", "explained_variance", "pearson")}
     assert score(list(reference), outputs, labels, 7, 3) == pytest.approx(expect(reference, labels, outputs), rel=1e-6)
 
@@ -194,14 +200,10 @@ def test_token_labels_of_minus_100_are_ignored(classes_at):
 def test_class_dimension_is_that_of_earlier_batches():
     scores = torch.zeros(2, 3, 3)
     scores[:, 1, :] = 1.0  # torch's (N, C, L): class 1 everywhere
-    alone, after = NamedMetrics(["accuracy"]), NamedMetrics(["accuracy"])
-    after.update(torch.nn.functional.one_hot(torch.ones(2, 5, dtype=torch.long), 3).mT.float(), torch.ones(2, 5).long())
-    for scorer in (alone, after):
-        scorer.update(scores, torch.ones(2, 3).long())
-    assert (alone.compute()["accuracy"], after.compute()["accuracy"]) == (0.0, 1.0)
-    three, four = NamedMetrics(["accuracy"]), NamedMetrics(["accuracy"])
-    three.update(torch.zeros(2, 3), torch.zeros(2).long())
-    four.update(torch.zeros(2, 4), torch.zeros(2).long())
+    before = nn.functional.one_hot(torch.ones(2, 5).long(), 3).mT.float(), torch.ones(2, 5).long()
+    for batches, accuracy in (([], 0.0), ([before], 1.0)):
+        assert updated(["accuracy"], *batches, (scores, torch.ones(2, 3).long())).compute() == {"accuracy": accuracy}
+    three, four = (updated(["accuracy"], (torch.zeros(2, count), torch.zeros(2).long())) for count in (3, 4))
     with pytest.raises(DataError, match="3 classes in dimension -1, as in the batches before"):
         three.update(torch.zeros(2, 4), torch.zeros(2).long())
     with pytest.raises(DataError, match="3 in dimension -1, and 4 in dimension -1"):
@@ -219,9 +221,7 @@ def test_many_classes_and_pairs_need_little_memory():
     classes, samples = 60_000, 50
     labels, outputs = torch.randint(classes, (samples,)), torch.rand(samples, classes)
     outputs[torch.arange(0, samples, 2), labels[::2]] = 2.0
-    scorer = NamedMetrics(["accuracy", "f1_macro"])
-    for rows in torch.arange(samples).split(7):
-        scorer.update(outputs[rows], labels[rows])
+    scorer = updated(["accuracy", "f1_macro"], *zip(outputs.split(7), labels.split(7), strict=True))
     true, guess = labels.numpy(), outputs.argmax(-1).numpy()
     expected = {"accuracy": sk.accuracy_score(true, guess), "f1_macro": sk.f1_score(true, guess, average="macro")}
     assert scorer.compute() == pytest.approx(expected, rel=1e-12)
@@ -233,18 +233,13 @@ def test_many_classes_and_pairs_need_little_memory():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_scores_of_any_float_type_are_read(dtype):
+def test_scores_of_any_float_type_are_read_in_chunks(dtype, monkeypatch):
     outputs, labels = torch.randn(30, CLASSES).to(dtype), torch.arange(30) % CLASSES
     reference = {name: BY_CLASS[name] for name in ("accuracy", "log_loss", "roc_auc")}
     expected = expect(reference, labels.numpy(), outputs.double().numpy())
     assert score([*reference], outputs, labels, 4) == pytest.approx(expected, rel=1e-6)
-
-
-def test_log_loss_is_summed_in_chunks(monkeypatch):
-    outputs, labels = torch.randn(10, 6, CLASSES), torch.zeros(10, 6).long()
-    whole = score(["log_loss"], outputs, labels, 10)
     monkeypatch.setattr("omnitrain.metrics.classification.CrossEntropySums.CHUNK", 50)
-    assert score(["log_loss"], outputs, labels, 10) == pytest.approx(whole)
+    assert score([*reference], outputs, labels, 30) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("labels", [torch.zeros(0).long(), torch.full((3,), -100)])
@@ -257,9 +252,8 @@ def test_metrics_of_nothing_are_none_and_change_nothing(labels):
 
 
 def test_state_is_independent_of_later_updates():
-    scorer, fresh = NamedMetrics(["accuracy", "roc_auc", "log_loss"]), NamedMetrics(["accuracy", "roc_auc", "log_loss"])
-    scorer.update(torch.eye(2), torch.tensor([0, 1]))
-    state = scorer.state()
+    scorer = updated(["accuracy", "roc_auc", "log_loss"], (torch.eye(2), torch.tensor([0, 1])))
+    fresh, state = NamedMetrics(scorer.names), scorer.state()
     scorer.update(torch.eye(2), torch.tensor([1, 0]))
     scorer.merge(state)
     fresh.merge(state)
@@ -267,35 +261,28 @@ def test_state_is_independent_of_later_updates():
 
 
 def test_update_never_waits_for_the_device():
-    scorer = NamedMetrics(["accuracy", "f1_macro", "top2_accuracy", "log_loss"])
-    regression = NamedMetrics(["rmse", "r2"])
-    for _ in range(2):  # tensors on "meta" have no values: whoever looks at one gets an error
-        scorer.update(torch.empty(4, CLASSES, device="meta"), torch.empty(4, dtype=torch.long, device="meta"))
-        regression.update(torch.empty(4, device="meta"), torch.empty(4, device="meta"))
+    """Tensors on "meta" have no values: whoever looks at one gets an error."""
+    scores, classes, values = torch.empty(4, CLASSES), torch.empty(4).long(), torch.empty(4)
+    updated(["accuracy", "f1_macro", "top2_accuracy", "log_loss"], *[(scores.to("meta"), classes.to("meta"))] * 2)
+    updated(["rmse", "r2"], *[(values.to("meta"), values.to("meta"))] * 2)
 
 
-HOW = "(?s){}.*pass a function"
 UNSCORABLE = [
-    ("accuracy", torch.zeros(8, 3), torch.zeros(8, 2).long(), HOW.format(r"class scores \(N, C\)")),
-    ("accuracy", torch.zeros(8, 3), torch.zeros(8),
-     HOW.format(r"labels that are float32 of shape \(8,\)\. Expected integer labels")),
-    ("accuracy", torch.zeros(8, 2).long(), torch.zeros(8).long(),
-     HOW.format("integer predictions of the labels' shape")),
-    ("accuracy", torch.zeros(8, 3), torch.tensor(0), HOW.format("dimension of samples")),
+    ("accuracy", torch.zeros(8, 3), torch.zeros(8, 2).long(), r"class scores \(N, C\)(.|\n)*pass a function"),
+    ("accuracy", torch.zeros(8, 3), torch.zeros(8), r"labels that are float32 of shape \(8,\)\. Expected integer"),
+    ("accuracy", torch.zeros(8, 2).long(), torch.zeros(8).long(), "integer predictions of the labels' shape"),
+    ("accuracy", torch.zeros(8, 3), torch.tensor(0), r"dimension of samples(.|\n)*pass a function"),
     ("mse", torch.zeros(8, 2), torch.zeros(8), "'mse' cannot score outputs that are float32 of shape"),
     *((name, torch.tensor([1, 0]), torch.tensor([1, 0]), "needs class scores")
       for name in ("log_loss", "top2_accuracy", "roc_auc")),
     ("f1", torch.zeros(2, 3), torch.zeros(2).long(), r"3 classes\. Use 'f1_macro', 'f1_micro' or 'f1_weighted'"),
-    ("recall_score", torch.tensor([0, 1, 2]), torch.tensor([0, 1, 2]),
-     r"the classes \[0, 1, 2\]. Use 'recall_macro'"),
-    ("accuracy", {"a": torch.eye(2), "b": torch.zeros(2, 7)}, torch.tensor([0, 1]),
-     r"\['a', 'b'\] is to be scored"),
+    ("recall_score", torch.arange(3), torch.arange(3), r"the classes \[0, 1, 2\]. Use 'recall_macro'"),
+    ("accuracy", {"a": torch.eye(2), "b": torch.zeros(2, 7)}, torch.arange(2), r"\['a', 'b'\] is to be scored"),
     ("accuracy", torch.zeros(4, 3), ["cat", "dog", "cat", "eel"], "Give labels as numbers"),
     ("f1", torch.randn(6, 3), torch.ones(6, 3), "for the 3 labels that each sample has. Use 'f1_macro'"),
     ("mcc", torch.randn(6, 3), torch.ones(6, 3), "'mcc' has no value for the 3 labels"),
     ("log_loss", torch.randn(6, 3), torch.ones(6, 3), "Use 'roc_auc' or 'average_precision'"),
-    ("accuracy", torch.randn(6), torch.arange(6),
-     "4 labels are outside 0 and 1, though the model gives one score"),
+    ("accuracy", torch.randn(6), torch.arange(6), "4 labels are outside 0 and 1, though the model gives one score"),
     ("specificity", torch.randn(6, 3), torch.arange(6) % 3, "for the two classes 0 and 1"),
     ("f1", ["cat", "cat"], ["cat", "dog"], "Use 'f1_macro'"),
     ("log_loss", ["cat", "cat"], ["cat", "dog"], "no value for labels that are text"),
@@ -304,21 +291,17 @@ UNSCORABLE = [
 
 @pytest.mark.parametrize("name, outputs, labels, words", UNSCORABLE, ids=[row[0] for row in UNSCORABLE])
 def test_metric_without_a_value_is_an_error_with_the_remedy(name, outputs, labels, words):
-    with pytest.raises(DataError, match=words):  # noqa: PT012
-        metrics = NamedMetrics([name])
-        metrics.update(outputs, labels)
-        metrics.compute()
+    with pytest.raises(DataError, match=words):
+        updated([name], (outputs, labels)).compute()
 
 
 def test_labels_outside_the_classes_are_an_error():
-    scorer = NamedMetrics(["accuracy"])
+    scorer, merged = (NamedMetrics(["accuracy"]) for _ in range(2))
     scorer.update(torch.zeros(4, 3), torch.tensor([0, 3, -1, -100]))
-    with pytest.raises(DataError, match=r"2 labels are outside 0\.\.2"):
-        scorer.compute()
-    merged = NamedMetrics(["accuracy"])
     merged.merge(scorer.state())
-    with pytest.raises(DataError, match="2 labels are outside"):
-        merged.compute()
+    for metrics in (scorer, merged):
+        with pytest.raises(DataError, match=r"2 labels are outside 0\.\.2"):
+            metrics.compute()
     scorer.reset()  # which forgets them, and the number of classes
     scorer.update(torch.eye(2), torch.tensor([0, 1]))
     assert scorer.compute() == {"accuracy": 1.0}
@@ -340,9 +323,7 @@ def test_names_have_directions():
 def test_outputs_are_taken_from_tuples_and_mappings():
     labels, logits, other = torch.tensor([0, 1]), torch.eye(2), torch.zeros(2, 7)
     for outputs in ((logits, other), [logits], {"hidden": other, "logits": logits}, {"scores": logits}):
-        scorer = NamedMetrics(["accuracy"])
-        scorer.update(outputs, labels)
-        assert scorer.compute() == {"accuracy": 1.0}
+        assert updated(["accuracy"], (outputs, labels)).compute() == {"accuracy": 1.0}
 
 
 TWO_CLASSES = HITS | {
@@ -391,14 +372,12 @@ def test_metrics_of_many_labels_equal_scikit_learn(drawn, as_probabilities):
     assert score([*HITS, *ranked], outputs, labels, *drawn.cut) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [np.int64, np.float32])
-def test_one_hot_labels_score_like_classes(dtype):
-    random = np.random.default_rng(4)
-    labels, outputs = random.integers(0, CLASSES, 30), random.normal(size=(30, CLASSES))
+def test_one_hot_labels_score_like_classes():
+    labels, outputs = torch.randint(CLASSES, (30,)), torch.randn(30, CLASSES)
     names = ["accuracy", "f1_macro", "log_loss", "roc_auc", "top2_accuracy", "cohen_kappa", "brier"]
     expected = score(names, outputs, labels, 7)
-    for processes in (1, 2):
-        assert score(names, outputs, np.eye(CLASSES)[labels].astype(dtype), 7, processes) == pytest.approx(expected)
+    for processes, dtype in itertools.product((1, 2), (torch.long, torch.float)):
+        assert score(names, outputs, torch.eye(CLASSES, dtype=dtype)[labels], 7, processes) == pytest.approx(expected)
 
 
 def test_loss_decides_whether_single_labels_are_one_hot():
@@ -420,15 +399,13 @@ def test_loss_decides_which_label_is_ignored(dtype):
 
 
 def test_loss_decides_whether_scores_are_logits(caplog):
-    outputs, labels, scores = torch.tensor([0.2, 0.3, 0.9]), torch.tensor([1, 0, 1]), []
-    for loss in (torch.nn.functional.binary_cross_entropy_with_logits, torch.nn.BCELoss(), None):
+    outputs, labels = torch.tensor([0.2, 0.3, 0.9]), torch.tensor([1, 0, 1])
+    for loss in (nn.functional.binary_cross_entropy_with_logits, nn.BCELoss(), None):
         metrics = NamedMetrics(["accuracy"], scores_for(loss))
         for _ in range(2):
             metrics.reset()
             metrics.update(outputs, labels)
-            value = metrics.compute()["accuracy"]
-        scores.append(value)
-    assert scores == pytest.approx([2 / 3, 2 / 3, 2 / 3])
+            assert metrics.compute() == pytest.approx({"accuracy": 2 / 3})
     assert score(["recall"], outputs, labels) == {"recall": 0.5}
     assert score(["recall"], outputs, labels, how=scores_for(nn.BCEWithLogitsLoss())) == {"recall": 1.0}
     assert sum("take them for probabilities" in record.message for record in caplog.records) == 2  # once each
@@ -453,21 +430,15 @@ def test_class_probabilities_are_read_as_such(caplog):
 
 
 def test_nan_scores_give_nan_and_warn_once(caplog):
-    outputs = torch.eye(CLASSES)[[0, 1, 2]]
-    outputs[1, 2] = float("nan")
-    metrics = NamedMetrics(["accuracy", "f1_macro", "top2_accuracy", "log_loss"])
-    for _ in range(2):
+    outputs, metrics = torch.eye(CLASSES)[:3], NamedMetrics(["accuracy", "f1_macro", "top2_accuracy", "log_loss"])
+    for value in (NAN, NAN, 0.0):
+        outputs[1, 2] = value
         metrics.reset()
-        metrics.update(outputs, torch.tensor([0, 1, 2]))
-        assert all(math.isnan(value) for value in metrics.compute().values())
+        metrics.update(outputs, torch.arange(3))
+        assert [math.isnan(value)] * 4 == [math.isnan(score) for score in metrics.compute().values()]
     assert caplog.text.count("Some scores are NaN") == 1
-    outputs[1, 2] = 0.0
-    metrics.reset()
-    metrics.update(outputs, torch.tensor([0, 1, 2]))
-    assert metrics.compute()["accuracy"] == 1.0
-    assert math.isnan(score(["accuracy"], torch.tensor([float("nan"), 1.0]), torch.tensor([0, 1]))["accuracy"])
-    ignored = score(["accuracy"], torch.full((2, 3), float("nan")), torch.tensor([-100, -100]))
-    assert ignored == {"accuracy": None}
+    assert math.isnan(score(["accuracy"], [NAN, 1.0], [0, 1])["accuracy"])
+    assert score(["accuracy"], [[NAN] * 3] * 2, [-100, -100]) == {"accuracy": None}
 
 
 def test_text_labels_are_compared_with_text():

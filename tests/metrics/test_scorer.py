@@ -117,15 +117,11 @@ def test_score_methods_callables_and_partials():
     assert run([Judge(), Judge().judge]) == {"Judge": 0.5, "judged": 1.0}
     assert run(lambda pred, threshold=0.5: {"t": threshold}) == {"t": 0.5}
     assert run(functools.partial(lambda pred, threshold: {"t": threshold}, threshold=0.25)) == {"t": 0.25}
-
-
-def test_score_scikit_learn_functions():
     fbeta = functools.partial(sk.fbeta_score, beta=0.5, average="macro")
-    classes, scores = SCORES.argmax(-1), np.random.default_rng(0).random((5, 3))
-    expected = {"accuracy_score": 0.6, "fbeta_score": sk.fbeta_score(LABELS, classes, beta=0.5, average="macro")}
+    expected = {"accuracy_score": 0.6, "fbeta_score": fbeta(LABELS, SCORES.argmax(-1))}
     assert run([sk.accuracy_score, fbeta]) == pytest.approx(expected)
-    top_2 = run(functools.partial(sk.top_k_accuracy_score, k=2), scores)
-    assert top_2 == {"top_k_accuracy_score": sk.top_k_accuracy_score(LABELS, scores, k=2)}
+    top_2, scores = functools.partial(sk.top_k_accuracy_score, k=2), np.random.random((5, 3))
+    assert run(top_2, scores) == {"top_k_accuracy_score": top_2(LABELS, scores)}
 
 
 def arguments_of_call(predictions, labels):
@@ -135,16 +131,12 @@ def arguments_of_call(predictions, labels):
     return calls[0]
 
 
-@pytest.mark.parametrize("predictions, labels", [
-    *((np.ones((4, 1)), labels) for labels in (np.ones(4), np.ones(4, int))), (np.ones(4), np.ones(4, int)),
-    *((np.ones((4, 3)), labels) for labels in (np.ones((4, 3)), np.ones((4, 3), int))),  # many labels a sample
-])  # fmt: skip
-def test_score_passes_other_outputs(predictions, labels):
-    y_true, y_pred = arguments_of_call(predictions, labels)
-    assert y_true is labels and y_pred is predictions
-
-
-def test_score_flattens_token_labels():
+def test_score_flattens_token_labels_and_nothing_else():
+    for width, size in ((1, 4), (0, 4), (3, (4, 3))):  # the last has many labels a sample
+        for labels in (np.ones(size), np.ones(size, int)):
+            predictions = np.ones((4, width)) if width else np.ones(4)
+            y_true, y_pred = arguments_of_call(predictions, labels)
+            assert y_true is labels and y_pred is predictions
     labels = np.array([[0, 1, -100], [2, -100, -100]])
     classes = np.array([[0, 2, 5], [2, 5, 5]])
     scores = np.eye(6)[classes]
@@ -261,15 +253,12 @@ def test_score_torchmetrics_merge(kind):
 
 
 def test_score_merge_with_empty_process():
-    class Level(Largest):
-        def __init__(self):
-            super().__init__()
-            self.add_state("largest", torch.tensor(0.0), dist_reduce_fx="mean")
-
-    scorer = make_scorer(Level())
+    metric = Largest()
+    metric.add_state("largest", torch.tensor(0.0), dist_reduce_fx="mean")
+    scorer = make_scorer(metric)
     scorer.update(torch.full((2,), 3.0), torch.zeros(2))
-    scorer.merge(make_scorer(Level()).states())
-    assert scorer.compute() == {"Level": 3.0}
+    scorer.merge(make_scorer(metric).states())
+    assert scorer.compute() == {"Largest": 3.0}
 
 
 def test_score_reset():
