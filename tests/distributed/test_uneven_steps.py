@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from backends import asked_for, bound, dtype_of, gap, make_trainer, masked_sentences, parity, regress, tensors_of
 from compiled import compile_once
 from counting import Streamed
-from forking import Case, Found, Outcome, joined, play
+from forking import Case, Found, Outcome, play
 from marks import thinned
 from recipes import Tagger, Trace, fit, rows, t16
 
@@ -21,15 +21,8 @@ from omnitrain.data.grouping import GroupByLength
 from omnitrain.trainer import feed
 
 SPREAD = [
-    ("ddp", 3),
-    ("fsdp", 3),
-    ("hf2", 2),
-    ("zero1", 2),
-    ("zero2", 3),
-    ("zero3", 2),
-    ("hf_fsdp", 2),
-    ("hf_zero2", 3),
-]
+    ("ddp", 3), ("fsdp", 3), ("hf2", 2), ("zero1", 2), ("zero2", 3), ("zero3", 2), ("hf_fsdp", 2), ("hf_zero2", 3),
+]  # fmt: skip
 """Backends, by their names on two ranks, and on how many they run."""
 
 
@@ -65,8 +58,7 @@ def results(outcomes: Found[list[Outcome]], name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("kind", "ranks"), thinned(SPREAD, SPREAD[:1]))
 def test_uneven_steps_match_one_process(outcomes: Any, kind: str, ranks: int) -> None:
     ranks_of_run = results(outcomes, f"{kind} on {ranks}")
-    gaps = parity(ranks_of_run, results(outcomes, f"native-{dtype_of(kind)}")[0])
-    assert {name: value for name, value in gaps.items() if value > bound(kind)} == {}
+    assert max(parity(ranks_of_run, results(outcomes, f"native-{dtype_of(kind)}")[0]).values()) <= bound(kind)
     for result in ranks_of_run:
         assert len(result["logs"]) == 12 and result["progress"]["samples"] == 75
 
@@ -75,33 +67,23 @@ def test_uneven_steps_match_one_process(outcomes: Any, kind: str, ranks: int) ->
 
 
 def pack(sentences: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the tokens that have a label, one after the other, in a single row."""
-    tokens = [
-        (ids, labels) for sentence in sentences for ids, labels in zip(sentence["ids"], sentence["labels"], strict=True)
-    ]
-    chosen = [pair for pair in tokens if pair[1] != -100] or tokens[:1]
-    ids, labels = zip(*chosen, strict=True)
-    return {"ids": torch.stack(ids)[None], "labels": torch.stack(labels)[None]}
+    ids, labels = (torch.cat([sentence[name] for sentence in sentences]) for name in ("ids", "labels"))
+    chosen = labels != -100 if (labels != -100).any() else torch.arange(1)
+    return {"ids": ids[chosen][None], "labels": labels[chosen][None]}
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "micro-batches": {"microbatch_size": 1},
-    "whole steps": {"drop_last": True},
-    "fewer samples than ranks": {"size": 15},
-    "a step of one sample each": {"step": 3, "batch_size": 1},
-    "masked tokens": {"data": "masked"},
-    "shared exchanges": {"data": "masked", "short_step": math.inf},
+    "micro-batches": {"microbatch_size": 1}, "whole steps": {"drop_last": True},
+    "fewer samples than ranks": {"size": 15}, "a step of one sample each": {"step": 3, "batch_size": 1},
+    "masked tokens": {"data": "masked"}, "shared exchanges": {"data": "masked", "short_step": math.inf},
     "a mean over all tokens": {"data": "masked", "grad_reduction": "per-token-mean"},
     "a sum": {"grad_reduction": "sum", "learning_rate": 0.005, "size": 15, "eval_size": 11, "eval_batch_size": 2},
-    "micro-batches that fit": {"microbatch_size": "auto"},
-    "no shuffling": {"shuffle": False},
-    "groups by length": {"data": "grouped"},
-    "packed sentences": {"data": "packed"},
-    "stream": {"data": "stream", "num_workers": 1},
+    "micro-batches that fit": {"microbatch_size": "auto"}, "no shuffling": {"shuffle": False},
+    "groups by length": {"data": "grouped"}, "packed sentences": {"data": "masked", "data_collator": pack},
+    "stream": {"data": "stream", "num_workers": 1}, "steps": {"max_steps": 6, "epochs": None},
     "evaluations": {"eval_size": 11, "eval_steps": 3, "eval_batch_size": 2},
     "a duration": {"max_duration": "30sp", "epochs": None},
-    "steps": {"max_steps": 6, "epochs": None},
-}
+}  # fmt: skip
 
 
 def vary(backend: str, names: list[str]) -> dict[str, Any]:
@@ -111,39 +93,29 @@ def vary(backend: str, names: list[str]) -> dict[str, Any]:
 
 def train_with(backend: str, what: str) -> dict[str, Any]:
     options = {"epochs": 2, "batch_size": 2, "step": 7, "learning_rate": 0.05, **OPTIONS[what]}
-    kind, step, size = options.pop("data", "rows"), options.pop("step"), options.pop("size", 25)
-    short_step = options.pop("short_step", 0.0)
+    kind, step, data = options.pop("data", "rows"), options.pop("step"), rows(options.pop("size", 25))
+    short_step, model, sentences = options.pop("short_step", 0.0), Tagger(), masked_sentences(25)
     options["global_batch_size"] = step
     if backend == "native":
         options |= {"batch_size": step, "microbatch_size": None}
-    model: Any = Tagger()
     if kind in ("rows", "stream"):
         reduction = "sum" if "sum" in options.values() else "mean"
         model, options["loss_fn"] = t16(), functools.partial(F.mse_loss, reduction=reduction)
-    sentences = masked_sentences(25)
-    data = {
-        "rows": lambda: rows(size),
-        "stream": lambda: Streamed(rows(size)),
-        "masked": lambda: sentences,
-        "packed": lambda: sentences,
-    }
-    if kind == "packed":
-        options["data_collator"] = pack
-    data["grouped"] = lambda: GroupByLength(sentences, step, [1 + i % 6 for i in range(25)])
+    sources = {"rows": data, "stream": Streamed(data), "masked": sentences}
+    sources["grouped"] = GroupByLength(sentences, step, [1 + i % 6 for i in range(25)])
     if eval_size := options.pop("eval_size", 0):
         options["eval_dataset"] = rows(eval_size)
     trace, throughput = Trace(), Throughput()
-    trainer = make_trainer(backend, model, train_dataset=data[kind](), callbacks=[trace, throughput], **options)
+    trainer = make_trainer(backend, model, train_dataset=sources[kind], callbacks=[trace, throughput], **options)
     with mock.patch.object(feed, "_SHORT_STEP", short_step):
         fit(trainer)
     return {
-        "losses": [row["loss"] for row in trace.logs],
+        "losses": [row["loss"] for row in trace.logs], "flops": throughput.flops,
         "eval_losses": [row["eval_loss"] for row in trainer.metrics.to_dict()["valid"]],
         "progress": {**trainer.progress.state_dict(), "seconds": 0, "batches_in_epoch": 0},
-        "flops": throughput.flops,
         "length": [trainer.steps_per_epoch, trainer.total_steps],
         "weights": [tensor.double().tolist() for tensor in tensors_of(trainer).values()],
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +125,10 @@ def varied(folder: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]
     return results(play([case], folder / "varied"), "varied")
 
 
-@pytest.mark.parametrize(
-    "what", thinned(OPTIONS, ["shared exchanges", "fewer samples than ranks", "packed sentences", "a sum"])
-)
+QUICK = ["shared exchanges", "fewer samples than ranks", "packed sentences", "a sum"]
+
+
+@pytest.mark.parametrize("what", thinned(OPTIONS, QUICK))
 def test_options_mean_the_same_in_uneven_steps(varied: list[dict[str, Any]], what: str) -> None:
     single = train_with("native", what)
     for rank, results in enumerate(varied):
@@ -168,18 +141,17 @@ def test_options_mean_the_same_in_uneven_steps(varied: list[dict[str, Any]], wha
 
 def test_run_on_fewer_and_fewer_ranks_keeps_its_order(tmp_path: Path) -> None:
     """On three ranks to the sixth step, on two to the ninth, and on one to the end: each time in mid-epoch."""
-    dtype = "float64"
-    outcomes = play(
-        [case("one", ("native", 1), dtype, tmp_path), case("3", ("ddp", 3), dtype, tmp_path, cut=6)], tmp_path
-    )
-    for name, place, cut, source in (("2", ("ddp", 2), 9, "3"), ("1", ("native", 1), 0, "2")):
-        resumed = case(name, place, dtype, tmp_path, cut=cut, resume=str(tmp_path / source / "last"))
-        outcomes = joined(outcomes, play([resumed], tmp_path / f"launch {name}"))
-    (straight,), *parts = (results(outcomes, name) for name in ("one", "3", "2", "1"))
-    steps = [[row["step"] for row in ranks[0]["logs"]] for ranks in parts]
-    assert steps == [[*range(1, 7)], [*range(7, 10)], [*range(10, 13)]]
-    losses = [row["loss"] for ranks in parts for row in ranks[0]["logs"]]
-    assert gap(losses, [row["loss"] for row in straight["logs"]]) < 1e-10
+
+    def run(name: str, place: tuple[str, int], **options: Any) -> list[dict[str, Any]]:
+        launch = play([case(name, place, "float64", tmp_path, **options)], tmp_path / f"launch {name}")
+        return results(launch, name)
+
+    (straight,), three = run("one", ("native", 1)), run("3", ("ddp", 3), cut=6)
+    two = run("2", ("ddp", 2), cut=9, resume=str(tmp_path / "3" / "last"))
+    parts = [three, two, run("1", ("native", 1), resume=str(tmp_path / "2" / "last"))]
+    assert [len(ranks[0]["logs"]) for ranks in parts] == [6, 3, 3]
+    losses = [[row["step"], row["loss"]] for ranks in parts for row in ranks[0]["logs"]]
+    assert gap(losses, [[row["step"], row["loss"]] for row in straight["logs"]]) < 1e-10
     assert gap(parts[-1][0]["tensors"], straight["tensors"]) < 1e-10
     # in a round, ranks take their shares in the order of their numbers; a stand-in is the first sample of the data
     assert order_of(*parts) == order_of([straight])

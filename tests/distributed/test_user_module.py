@@ -1,10 +1,8 @@
 """The user's module on ranks: its modes in training, and the best weights at the end."""
 
-import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from backends import Jobs, asked_for, launch_all, make_trainer, tensors_of
 from counting import Streamed
 from forking import current_rank
 from marks import thinned
-from recipes import fit, rows, same, t16
+from recipes import callback, fit, rows, same, t16
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -45,64 +43,46 @@ def worsen(backend: str) -> dict[str, Any]:
         backend, t16(dtype=torch.float32), data, data, loss_fn=F.mse_loss, batch_size=8, max_steps=8, eval_steps=1,
         load_best_at_end=True, patience=4, callbacks=[rates],
     ))  # fmt: skip
-    last = tensors_of(trainer)
-    return {
-        "best_step": trainer.metrics["best_step"],
-        "best": trainer.metrics["best_valid"]["eval_loss"],
-        "last": trainer.metrics["valid"][-1]["eval_loss"],
-        "stopped": trainer.metrics["stop_reason"],
-        "loss": trainer.evaluate()["eval_loss"],
-        "is best": same(rates.weights.values(), last.values()),
-    }
-
-
-class Modes(Callback):
-    """Notes what is in training, whenever something may have changed it."""
-
-    def __init__(self) -> None:
-        self.modes: list[list[str]] = []
-
-    def note(self, trainer: Any, metrics: Any = None) -> None:
-        self.modes.append(in_training(trainer.model))
-
-    on_step_start = on_step_end = on_eval_end = note
-
-
-def in_training(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if module.training]
+    metrics, best = trainer.metrics, trainer.metrics["best_valid"]["eval_loss"]
+    assert same(rates.weights.values(), tensors_of(trainer).values())
+    assert (metrics["best_step"], metrics["stop_reason"]) == (3, "early_stopping")
+    assert metrics["valid"][-1]["eval_loss"] > best == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-6)
+    return {}
 
 
 def freeze(backend: str) -> dict[str, Any]:
+    """Look which modules are in training whenever something may have changed it, and whether statistics change."""
     encoder = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)).requires_grad_(False).eval()
     model = nn.Sequential(encoder, nn.BatchNorm1d(8).eval(), nn.Dropout(0.5), nn.Linear(8, 1))
-    modes, data, before = Modes(), rows(32, torch.float32), in_training(model)
+    modes, data = list[list[str]](), rows(32, torch.float32)
+
+    def note(trainer: Any, *metrics: Any) -> None:
+        modes.append([name for name, module in trainer.model.named_modules() if module.training])
+
     statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
     trainer = fit(make_trainer(
         backend, model, data, data, loss_fn=F.mse_loss, batch_size=4, gradient_accumulation_steps=2, epochs=2,
-        eval_steps=1, callbacks=[modes],
+        eval_steps=1, callbacks=[callback(on_step_start=note, on_step_end=note, on_eval_end=note)],
     ))  # fmt: skip
     trainer.evaluate()
-    return {
-        "before": before,
-        "modes": [*modes.modes, in_training(trainer.model)],
-        "moved": [name for name, buffer in trainer.model.named_buffers() if not torch.equal(buffer, statistics[name])],
-    }
+    note(trainer)
+    assert len(modes) > 12 and all(names == ["", "2", "3"] for names in modes)
+    assert same(statistics.values(), (buffer for _, buffer in trainer.model.named_buffers()))
+    return {}
 
 
 class Block(nn.Sequential):
     """A layer made of layers, as transformers have them."""
 
 
-@contextlib.contextmanager
-def warnings_with(text: str) -> Iterator[list[str]]:
-    """Yield a list that gets the warnings of omnitrain in which a text is."""
-    messages, logger = list[str](), logging.getLogger("omnitrain")
-    handler = logging.Handler(logging.WARNING)
-    handler.addFilter(lambda record: text in record.getMessage())
+def warnings_of(text: str, *parts: Any, **options: Any) -> dict[str, Any]:
+    """Make a trainer and train it; return the warnings of omnitrain in which a text is."""
+    messages, logger, handler = list[str](), logging.getLogger("omnitrain"), logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())
     logger.addHandler(handler)
-    yield messages
+    make_trainer(*parts, max_steps=1, **options).train()
     logger.removeHandler(handler)
+    return {"warnings": [message for message in messages if text in message]}
 
 
 def divide(backend: str, layers: list[str]) -> dict[str, Any]:
@@ -113,11 +93,8 @@ def divide(backend: str, layers: list[str]) -> dict[str, Any]:
     model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(4, 1))
     policy = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": layers} if layers else {}
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **policy)
-    with warnings_with("as one unit") as warnings:
-        make_trainer(
-            backend, model, rows(16, torch.float32), loss_fn=F.mse_loss, batch_size=4, max_steps=1, fsdp_plugin=plugin
-        ).train()  # fmt: skip
-    return {"warnings": warnings}
+    options = {"loss_fn": F.mse_loss, "batch_size": 4, "fsdp_plugin": plugin}
+    return warnings_of("as one unit", backend, model, rows(16, torch.float32), **options)
 
 
 def split(backend: str) -> dict[str, Any]:
@@ -136,18 +113,15 @@ def read(backend: str, is_split: bool, noise: bool, loader: bool) -> dict[str, A
     xs = torch.arange(16)[:, None] / 16 + noise * torch.randn(16, 4, generator=generator)
     data = Streamed([(x, i) for i, x in enumerate(xs) if not is_split or i % 2 == current_rank()])
     options = {"train_loader": DataLoader(data, 4)} if loader else {"train_dataset": data, "batch_size": 4}
-    with warnings_with("first sample") as warnings:
-        make_trainer(backend, nn.Linear(4, 16), loss_fn=F.cross_entropy, max_steps=1, **options).train()
-    return {"warnings": warnings}
+    return warnings_of("first sample", backend, nn.Linear(4, 16), loss_fn=F.cross_entropy, **options)
 
 
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     jobs = Jobs()
-    for backend in sorted(asked_for(request, "backend", test="test_best_weights")):
-        jobs.add(f"worsen-{backend}", backend, worsen)
-    for backend in sorted(asked_for(request, "backend", test="test_frozen")):
-        jobs.add(f"freeze-{backend}", backend, freeze)
+    for test, function in {"best_weights": worsen, "frozen": freeze}.items():
+        for backend in sorted(asked_for(request, "backend", test=f"test_{test}")):
+            jobs.add(f"{function.__name__}-{backend}", backend, function)
     for layers in ([], ["Block"]):
         jobs.add(f"divide-{len(layers)}", "fsdp", divide, layers=layers)
     for noise, loader in itertools.product((False, True), (False, True)):
@@ -159,21 +133,12 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backend", thinned(BACKENDS, ("fsdp", "hf2")))
 def test_best_weights_without_a_folder_reach_every_rank(results: Any, backend: str) -> None:
-    for rank in results[f"worsen-{backend}"]:
-        assert (rank["best_step"], rank["stopped"]) == (3, "early_stopping")
-        assert rank["last"] > rank["best"]
-        assert rank["loss"] == pytest.approx(rank["best"], rel=1e-6)
-        assert rank["is best"]
+    assert results[f"worsen-{backend}"] == [{}, {}]
 
 
 @pytest.mark.parametrize("backend", thinned(BACKENDS, ("ddp", "hf2")))
 def test_frozen_modules_stay_in_eval_mode(results: Any, backend: str) -> None:
-    """In steps and after evaluations."""
-    for rank in results[f"freeze-{backend}"]:
-        assert rank["before"] == ["", "2", "3"]
-        assert len(rank["modes"]) > 12
-        assert all(modes == rank["before"] for modes in rank["modes"])
-        assert rank["moved"] == []
+    assert results[f"freeze-{backend}"] == [{}, {}]
 
 
 def test_fsdp_warns_once_of_layers_in_one_unit(results: Any) -> None:
@@ -189,13 +154,10 @@ def test_first_samples_that_differ_are_warned_of_once(results: Any, loader: bool
     assert "has other numbers on each rank" in warning and not other
 
 
-@pytest.mark.parametrize(
-    ("how", "error", "words"),
-    [
-        ("by node", "ConfigError", "was split by split_dataset_by_node"),
-        ("by hand", "DistributedError", "The first sample of the training set is another one on each rank"),
-    ],
-)
+@pytest.mark.parametrize(("how", "error", "words"), [
+    ("by node", "ConfigError", "was split by split_dataset_by_node"),
+    ("by hand", "DistributedError", "The first sample of the training set is another one on each rank"),
+])  # fmt: skip
 def test_stream_that_is_split_already_is_an_error(results: Any, how: str, error: str, words: str) -> None:
     for rank in results[how]:
         assert rank["error"] == error and words in rank["message"]
