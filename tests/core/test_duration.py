@@ -91,9 +91,7 @@ def test_every_fraction_of_epoch_is_exact(tenths: int, size: int, batch_size: in
     fired = 0
     for at in walk(progress, batch_size, epochs=5):
         done = 10 * (progress.epoch * size + progress.samples_in_epoch)  # in tenths of samples
-        if at == "step" and progress.is_epoch_consumed:
-            done -= 1  # an epoch that is not closed is not whole
-        count = done // (tenths * size)
+        count = (done - (at == "step" and progress.is_epoch_consumed)) // (tenths * size)  # until it is closed
         assert every.due(progress) == (count > fired)
         fired = count
     assert fired == 50 // tenths
@@ -160,9 +158,7 @@ def test_limits_stop_at_first_reached() -> None:
 @settings(max_examples=40, deadline=None)
 def test_limits_of_fractional_epochs(hundredths: int, size: int) -> None:
     limits, progress = Limits(epochs=hundredths / 100), Progress(epoch_size=size)
-    for _ in walk(progress, batch_size=1, epochs=6):
-        if limits.reached(progress):
-            break
+    next(None for _ in walk(progress, batch_size=1, epochs=6) if limits.reached(progress))
     total = limits.total_steps(steps_per_epoch=size, samples_per_epoch=size)
     assert progress.step == total == -(-hundredths * size // 100)
 

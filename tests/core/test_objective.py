@@ -48,12 +48,11 @@ def test_direction_of_names() -> None:
 
 
 def test_direction_rejects_unclear_names() -> None:
+    remedy = "Pass `optimization_direction='max'` or `'min'`."
     for name in (prefix + metric for metric in UNCLEAR.split() for prefix in ("", "eval_")):
         with pytest.raises(ObjectiveError) as caught:
             infer_direction(name)
-        assert str(caught.value) == (
-            f"Cannot tell whether a higher or lower '{name}' is better. Pass `optimization_direction='max'` or `'min'`."
-        )
+        assert str(caught.value) == f"Cannot tell whether a higher or lower '{name}' is better. {remedy}"
 
 
 SOURCES = {
@@ -111,10 +110,8 @@ def test_objective_gain_of_delta_is_none(first: float, second: float, delta: flo
 
 def test_objective_before_training_uses_no_patience() -> None:
     objective = Objective("loss")
-    assert objective.update(0.5, 0, counts=False)
-    objective.update(math.nan, 0, counts=False)
-    assert objective.evaluations_without_gain == 0
-    assert not objective.update(0.6, 1)
+    assert [objective.update(value, 0, counts=False) for value in (0.5, math.nan, 0.7)] == [True, False, False]
+    assert objective.evaluations_without_gain == 0 and not objective.update(0.6, 1)
     assert (objective.best, objective.best_step, objective.evaluations_without_gain) == (0.5, 0, 1)
 
 
