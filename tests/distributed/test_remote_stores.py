@@ -2,44 +2,37 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.nn.functional as F
 from backends import PROCESSES, gap, make_trainer, tensors_of
-from forking import ON_CPU, Case, Found, Outcome, case_folder, joined, mark, play
-from recipes import rows, t16
+from forking import ON_CPU, Case, Found, Outcome, case_folder, current_rank, joined, mark, play
+from recipes import callback, rows, t16
 from stores import Watched, shelf_of, watching
 
-from omnitrain import Callback
 
-
-class EndsAt(Callback):
-    """Ends the run at a step as a kill would: nothing is saved, and nothing more is uploaded."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == self.step:
-            trainer.store.finish()
-            os._exit(0)
-
-
-def make(backend: str, save_dir: str, callbacks: list[Callback]) -> Any:
-    """Return a trainer for 8 steps."""
+def make(backend: str, save_dir: str, on_step_end: Callable[[Any], None]) -> Any:
     return make_trainer(
         backend, t16(), rows(32), loss_fn=F.mse_loss, batch_size=8 // PROCESSES[backend], epochs=2, learning_rate=0.01,
-        save_dir=save_dir, save_steps=2, save_total_limit=3, callbacks=callbacks,
+        save_dir=save_dir, save_steps=2, save_total_limit=3, callbacks=[callback(on_step_end=on_step_end)],
     )  # fmt: skip
 
 
 def run(backend: str, resume: bool = False, ends_at: int = 0) -> dict[str, Any]:
     """Train with the store on the main process only: another one that uses it fails."""
-    if os.environ.get("RANK", "0") != "0":
+    if current_rank():
         Watched.does = None  # type: ignore[method-assign, assignment]
-    trainer = make(backend, "shelf://bucket/run", [EndsAt(ends_at)] if ends_at else [])
+
+    def end(trainer: Any) -> None:
+        """End as a kill would: nothing is saved, and nothing more is uploaded."""
+        if trainer.progress.step == ends_at:
+            trainer.store.finish()
+            os._exit(0)
+
+    trainer = make(backend, "shelf://bucket/run", end)
     trainer.train(resume_from="last" if resume else None)
     weights = {name: tensor.tolist() for name, tensor in tensors_of(trainer).items()}
     return {"weights": weights, "step": trainer.progress.step}
@@ -49,11 +42,10 @@ def fail(rank: int) -> None:
     """Fail on one process while the upload of a checkpoint hangs until the other process has ended."""
     ended = case_folder() / "ended-1"
 
-    class Fails(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            if trainer.progress.step == 3 and trainer.rank == rank:
-                mark()
-                raise ValueError("boom")
+    def raise_error(trainer: Any) -> None:
+        if trainer.progress.step == 3 and trainer.rank == rank:
+            mark()
+            raise ValueError("boom")
 
     def hang(what: str, path: str) -> None:
         if what == "write" and "checkpoint-2/model" in path:
@@ -65,7 +57,7 @@ def fail(rank: int) -> None:
 
     with watching():
         Watched.fault = staticmethod(hang)
-        make("ddp", "watched://bucket/run", [Fails()]).train()
+        make("ddp", "watched://bucket/run", raise_error).train()
 
 
 @pytest.fixture(scope="module")

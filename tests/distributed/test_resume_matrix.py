@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from backends import BACKENDS, PROCESSES, Jobs, asked_for, bound, dtype_of, gap, named
 from marks import thinned
-from recipes import rows
+from recipes import fit, rows
 from torch import nn
 
 from omnitrain.checkpoint.tensor_files import gather_to_host
@@ -36,17 +36,11 @@ def resume_steps(backend: str, checkpoint: str) -> dict[str, Any]:
 IN_PARTS = {"stage3_param_persistence_threshold": 0}
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 PARTS: dict[str, dict[str, Any]] = {
-    "zero1": {},
-    "zero2": {"autocast": "bf16"},
-    "zero3": {"zero": IN_PARTS},
-    "zero3-bf16": {"zero": IN_PARTS, "autocast": "bf16"},
-    "zero3-persistent": {"autocast": "bf16"},
-    "zero2-offloaded": {"zero": OFFLOADED},
+    "zero1": {}, "zero2": {"autocast": "bf16"}, "zero3": {"zero": IN_PARTS}, "fsdp": {},
+    "zero3-bf16": {"zero": IN_PARTS, "autocast": "bf16"}, "zero3-persistent": {"autocast": "bf16"},
     "zero3-offloaded": {"zero": {**IN_PARTS, **OFFLOADED, "offload_param": {"device": "cpu"}}, "last": ()},
-    "fsdp": {},
-    "zero1-empty": {"last": (0, 4)},
-    "zero3-number": {"last": ()},
-}
+    "zero2-offloaded": {"zero": OFFLOADED}, "zero1-empty": {"last": (0, 4)}, "zero3-number": {"last": ()},
+}  # fmt: skip
 
 
 class Odd(nn.Module):
@@ -66,7 +60,6 @@ class Odd(nn.Module):
 
 
 def resume_parts(backend: str, kind: str, folder: str) -> dict[str, Any]:
-    """Train two epochs at once, and with a resume in between."""
     options = {"last": (1,), **PARTS[kind]}
     last, zero = options.pop("last"), options.pop("zero", {})
     if backend == "native":
@@ -75,14 +68,13 @@ def resume_parts(backend: str, kind: str, folder: str) -> dict[str, Any]:
         config = {"zero_optimization": {"stage": int(backend[-1]), **zero}, "zero_force_ds_cpu_optimizer": False}
         options["deepspeed_config"] = config
     tensors: dict[str, torch.Tensor] = {}
-    for name, epochs, resume_from in (("straight", 2, None), ("resumed", 1, None), ("resumed", 2, "last")):
-        trainer = on.make_trainer(
+    for name, epochs in (("straight", 2), ("resumed", 1), ("resumed", 2)):
+        trainer = fit(on.make_trainer(
             backend, Odd(last), rows(16, torch.float32), loss_fn=F.mse_loss, batch_size=8 // PROCESSES[backend],
             epochs=epochs, learning_rate=0.01, max_grad_norm=0.1, optimizer="adamw", freeze=[r"^frozen\."],
             param_groups=[{"match": "bias", "weight_decay": 0.0}], save_dir=f"{folder}/{name}", consolidate=False,
             **options,
-        )  # fmt: skip
-        trainer.train(resume_from=resume_from)
+        ), resume_from="auto")  # fmt: skip
         moments, _ = trainer.backend.optimizer_state()
         parts = {**trainer.backend.model_tensors(), **moments}
         tensors |= {f"{name}/{key}": gather_to_host(part) for key, part in parts.items()}
@@ -92,16 +84,14 @@ def resume_parts(backend: str, kind: str, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
     """The pairs of backends that are asked for; and runs with dropout and random data, straight and resumed."""
-    noisy: dict[str, Any] = {
-        "dtype": "float32", "dropout": 0.3, "noisy": True, "save_steps": 5, "load_best_at_end": False, "keep_best": 0
-    }  # fmt: skip
     before, after = Jobs(), Jobs()
     for backend in sorted(asked_for(request, "backend", test="test_random")):
-        place = str(folder / f"random-{backend}")
-        before.add(f"random-{backend}-straight", backend, on.regress, save_dir=f"{place}-straight", **noisy)
-        before.add(f"random-{backend}-cut", backend, on.regress, save_dir=f"{place}-cut", cut=5, **noisy)
-        checkpoint = f"{place}-cut/checkpoint-5"
-        after.add(f"random-{backend}", backend, on.regress, save_dir=place, resume=checkpoint, **noisy)
+        name = f"random-{backend}"
+        noisy: dict[str, Any] = {"dtype": "float32", "dropout": 0.3, "noisy": True, "save_dir": str(folder / name)}
+        noisy |= {"save_steps": 5, "load_best_at_end": False, "keep_best": 0}
+        before.add(f"{name}-cut", backend, on.regress, cut=5, **noisy)
+        before.add(f"{name}-straight", backend, on.regress, **{**noisy, "save_dir": f"{noisy['save_dir']}-straight"})
+        after.add(name, backend, on.regress, resume="auto", **noisy)
     for kind in sorted(asked_for(request, "kind")):
         for backend in (kind.partition("-")[0], "native"):
             name = f"parts-{kind}-on-{backend}"
@@ -116,12 +106,10 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[dict
 
 @pytest.mark.parametrize(("source", "target"), thinned(dict.fromkeys([*PAIRS, *MORE_PAIRS]), PAIRS))
 def test_resumed_run_matches_straight_native_run(results: Any, source: str, target: str) -> None:
-    gaps = on.compare_resumed(results, source, target)
-    assert {name: value for name, value in gaps.items() if value > bound(source, target)} == {}
+    assert max(on.compare_resumed(results, source, target).values()) <= bound(source, target)
 
 
 def test_straight_run_saves_in_mid_epoch(results: Any, folder: Path) -> None:
-    """And between evaluations."""
     (straight,) = results["straight-float64"]
     assert straight["saved"] == ["checkpoint-5", "checkpoint-10", "checkpoint-12"]
     assert [row["step"] for row in straight["metrics"]["valid"]] == [3, 6, 9, 12]
@@ -133,22 +121,19 @@ def test_straight_run_saves_in_mid_epoch(results: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize("backend", thinned(SAVED, SAVED[:5]))
 def test_checkpoints_have_the_tensors_of_native_ones(results: Any, folder: Path, backend: str) -> None:
-    dtype = dtype_of(backend)
+    runs = [folder / f"{name}-{dtype_of(backend)}" / "checkpoint-5" for name in (backend, "native")]
     for file in ("model.safetensors", "optimizer/state.safetensors"):
-        tensors, native = (on.saved(folder / f"{name}-{dtype}" / "checkpoint-5", file) for name in (backend, "native"))
+        tensors, native = (on.saved(run, file) for run in runs)
         assert gap(tensors, native) <= bound(backend), file
-        assert {name: tensor.dtype for name, tensor in tensors.items()} == {
-            name: tensor.dtype for name, tensor in native.items()
-        }
+        assert [tensors[name].dtype for name in native] == [tensor.dtype for tensor in native.values()]
 
 
 @pytest.mark.parametrize("backend", thinned(RANDOM, RANDOM[:1]))
 def test_random_numbers_of_a_resumed_run_continue(results: Any, backend: str) -> None:
-    straight, cut, resumed = (results[f"random-{backend}{run}"] for run in ("-straight", "-cut", ""))
-    for rank in range(PROCESSES[backend]):
-        assert "error" not in resumed[rank], resumed[rank]
-        assert max(on.parity([resumed[rank]], straight[rank]).values()) == 0, rank
-        assert cut[rank]["indices"] + resumed[rank]["indices"] == straight[rank]["indices"], rank
+    runs = (results[f"random-{backend}{run}"] for run in ("-straight", "-cut", ""))
+    for straight, cut, resumed in zip(*runs, strict=True):
+        assert max(on.parity([resumed], straight).values()) == 0
+        assert cut["indices"] + resumed["indices"] == straight["indices"]
 
 
 @pytest.mark.parametrize(("saved_on", "resumed_on"), CHANGES)

@@ -1,9 +1,8 @@
 """Every backend takes the native trainer's steps: losses, norms, weights; also if it recomputes or compiles."""
 
-import contextlib
-import math
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from backends import BACKENDS, DTYPES, MAIN, RECIPE, Jobs, asked_for, bound, dtype_of, gap, make_trainer, tensors_of
 from marks import thinned
 from recipes import Blank, Graphs, Overflowing, Tagger, Trace, fit, rows, t16
 from torch import nn
 from transformers import TrainingArguments
 
-from omnitrain import AccelerateTrainer, Callback, DistributedError, GradualUnfreezing, HFTrainer, SpikeGuard
+from omnitrain import AccelerateTrainer, Callback, GradualUnfreezing, HFTrainer, SpikeGuard
 from omnitrain.core.errors import NonFiniteError
 from omnitrain.data.sampling import EpochSampler
 
@@ -32,9 +33,11 @@ TARGETS = [("ddp", "mean"), ("ddp", "sum"), ("zero3", "mean"), ("hf2", "sum"), (
 SKIPS = [("ddp", False), ("fsdp", True), ("hf2", True), ("zero3", False), ("hf_zero2", True)]
 SCALED = [("ddp", "skip"), ("fsdp", "skip"), ("ddp", "rewind"), ("hf2", "rewind")]
 """Backend, and what is done about a loss that is scaled and not finite."""
+REDUCED = ["ddp", "ddp eager", "fsdp", "hf2 eager", "zero1", "hf2"]
 CHANGED = [
-    ("recomputed", "fsdp"), ("compiled", "fsdp"), ("recomputed", "ddp"), ("compiled", "ddp"), ("recomputed", "zero3"),
-    ("compiled", "zero2"), ("compiled", "hf_fsdp"), ("recomputed", "hf_fsdp"), ("compiled", "zero3"),
+    ("recomputed", "fsdp"), ("compiled", "fsdp"), ("thawed compiled", "ddp"), ("recomputed", "ddp"),
+    ("compiled", "ddp"), ("thawed compiled", "fsdp"), ("recomputed", "zero3"), ("compiled", "zero2"),
+    ("compiled", "hf_fsdp"), ("recomputed", "hf_fsdp"), ("compiled", "zero3"),
 ]  # fmt: skip
 """How a model is changed without another number, and on which backend."""
 POISONED = {"first batch, second process": 10, "last batch, second process": 14, "first batch, first process": 8}
@@ -55,11 +58,10 @@ def poison(
             return loss
         return loss + torch.tensor(float("nan")) if finite_gradient else loss * float("nan")
 
-    trace = Trace()
     options = {**RECIPE, "epochs": 1, "batch_size": 2, "global_batch_size": 8, "on_nonfinite": policy}
     if policy == "rewind":
         options |= {"on_nonfinite": "raise", "algorithms": [SpikeGuard(every=1)]}
-    trainer = make_trainer(backend, t16(dtype=DTYPES[dtype]), data, loss_fn=loss_fn, callbacks=[trace], **options)
+    trainer = make_trainer(backend, t16(dtype=DTYPES[dtype]), data, loss_fn=loss_fn, callbacks=[Trace()], **options)
     if scales:
         trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     message = ""
@@ -68,40 +70,46 @@ def poison(
     except NonFiniteError as error:
         message = str(error)
     return {
+        **end_of(trainer),
         "raised": message.replace("rank 1", "rank 0"),
-        "steps": [trainer.progress.step, trainer.progress.skipped_steps],
-        "losses": [row["loss"] for row in trace.logs],
         "history": trainer.metrics["train_metrics_history"],
-        "weights": [tensor.tolist() for tensor in tensors_of(trainer).values()],
         "scale": trainer.scaler.get_scale() if scales else 1024.0,
     }
 
 
-def count_targets(backend: str, dtype: str, reduction: str) -> dict[str, Any]:
-    """Train by a unit that returns (sum of losses, number of targets), of which a batch may have none."""
+def end_of(trainer: Any, *names: str) -> dict[str, Any]:
+    logs = [callback.logs for callback in trainer.lifecycle.callbacks if isinstance(callback, Trace)]
+    return {
+        "steps": [trainer.progress.step, trainer.progress.skipped_steps],
+        "logs": [[row[name] for name in ("loss", *names)] for rows in logs for row in rows],
+        "weights": [tensor.tolist() for tensor in tensors_of(trainer).values()],
+    }
+
+
+def sum_unit(model: nn.Module) -> Any:
+    """Return a unit that returns (sum of losses, number of targets), of which a batch may have none."""
 
     def unit(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         is_target = batch["labels"] != -100
-        logits = trainer.model(**batch)["logits"]
+        logits = model(**batch)["logits"]
         return F.cross_entropy(logits[is_target], batch["labels"][is_target], reduction="sum"), is_target.sum()
 
-    trace = Trace()
-    trainer: Any = make_trainer(
-        backend, Tagger(dtype=DTYPES[dtype]), on.masked_sentences(29), unit=unit, callbacks=[trace], batch_size=1,
+    return unit
+
+
+def count_targets(backend: str, dtype: str, reduction: str) -> dict[str, Any]:
+    model = Tagger(dtype=DTYPES[dtype])
+    return end_of(fit(make_trainer(
+        backend, model, on.masked_sentences(29), unit=sum_unit(model), callbacks=[Trace()], batch_size=1,
         global_batch_size=16, grad_reduction=reduction, **{**RECIPE, "epochs": 2},
-    )  # fmt: skip
-    trainer.train()
-    return {
-        "logs": [[row["loss"], row["grad_norm"]] for row in trace.logs],
-        "weights": [tensor.tolist() for tensor in tensors_of(trainer).values()],
-    }
+    )), "grad_norm")  # fmt: skip
 
 
 class Reductions(Callback):
     """Counts the exchanges of gradients in each step, and how often the schedule is stepped."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.depth = 0
         self.seen: list[list[int]] = []
 
     def on_step_start(self, trainer: Any) -> None:
@@ -110,31 +118,15 @@ class Reductions(Callback):
     def on_step_end(self, trainer: Any) -> None:
         self.seen.append([self.count, trainer.lr_scheduler._step_count - self.before])
 
-
-@contextlib.contextmanager
-def counted(counter: Reductions) -> Iterator[None]:
-    """Count the calls by which FSDP and DeepSpeed reduce gradients; of single numbers they reduce others too."""
-    names = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
-    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
-    depth = 0
-
-    def counting(call: Any) -> Any:
-        def counted_call(*args: Any, **options: Any) -> Any:
-            nonlocal depth
-            sizes = [tensor.numel() for tensor in (*args, *options.values()) if isinstance(tensor, torch.Tensor)]
-            counter.count += depth == 0 and max(sizes, default=0) > 40
-            depth += 1
-            try:
-                return call(*args, **options)
-            finally:
-                depth -= 1
-
-        return counted_call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, call in originals.items():
-            patch.setattr(dist, name, counting(call))
-        yield
+    def call(self, reduce: Any, *args: Any, **options: Any) -> Any:
+        """Reduce, and count it unless another reduction does so; of single numbers, some are no gradients."""
+        sizes = [tensor.numel() for tensor in (*args, *options.values()) if isinstance(tensor, torch.Tensor)]
+        self.count += self.depth == 0 and max(sizes, default=0) > 40
+        self.depth += 1
+        try:
+            return reduce(*args, **options)
+        finally:
+            self.depth -= 1
 
 
 def count_reductions(backend: str, is_eager: bool = False) -> dict[str, Any]:
@@ -149,18 +141,13 @@ def count_reductions(backend: str, is_eager: bool = False) -> dict[str, Any]:
         "callbacks": [counter], "loss_fn": F.mse_loss, "batch_size": 1, "gradient_accumulation_steps": 4, "epochs": 1,
         "lr_scheduler": "linear",
     }  # fmt: skip
-    if is_eager and backend == "ddp":
-        from accelerate import Accelerator
-        from accelerate.utils import GradientAccumulationPlugin
-
-        plugin = GradientAccumulationPlugin(num_steps=1, sync_each_batch=True)
-        options["accelerator"] = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
-        trainer: Any = make_trainer(backend, t16(dtype=dtype), rows(52, dtype), **options)
-    elif is_eager:
+    if is_eager and backend == "hf2":
         config = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
         args = TrainingArguments(tempfile.mkdtemp(), accelerator_config=config, save_strategy="no", use_cpu=True)
-        trainer = HFTrainer(t16(), args, rows(52), progress_bar=False, **options)
+        trainer: Any = HFTrainer(t16(), args, rows(52), progress_bar=False, **options)
     else:
+        plugin = GradientAccumulationPlugin(num_steps=1, sync_each_batch=is_eager)
+        options |= {"accelerator": Accelerator(cpu=True, gradient_accumulation_plugin=plugin)} if is_eager else {}
         trainer = make_trainer(backend, t16(dtype=dtype), rows(52, dtype), **options)
     if backend in ("ddp", "hf2"):
 
@@ -172,60 +159,39 @@ def count_reductions(backend: str, is_eager: bool = False) -> dict[str, Any]:
         trainer.model_wrapped.register_comm_hook(None, hook)
         trainer.train()
     else:
-        with counted(counter):
+        names = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
+        with pytest.MonkeyPatch.context() as patch:
+            for name in filter(partial(hasattr, dist), names):
+                patch.setattr(dist, name, partial(counter.call, getattr(dist, name)))
             trainer.train()
     return {"seen": counter.seen}
 
 
-class Drops(nn.Module):
-    """A linear layer behind a dropout whose masks are kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
-        self.masks: list[list[float]] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = F.dropout(torch.ones(32), 0.5, self.training)
-        self.masks.append(mask.tolist())
-        return self.linear(x) * mask.mean()
-
-
 def draw(backend: str) -> dict[str, Any]:
-    model = Drops()
+    """Train with dropout, and return which numbers it has left."""
+    model, masks = nn.Sequential(nn.Linear(4, 32), nn.Dropout(), nn.Linear(32, 1)), list[Any]()
+    model[1].register_forward_hook(lambda module, inputs, output: masks.append((output == 0).int().tolist()))
     make_trainer(backend, model, rows(16, torch.float32), loss_fn=F.mse_loss, batch_size=2, epochs=1).train()
-    return {"masks": model.masks}
+    return {"masks": masks}
 
 
 def skip(backend: str, dtype: str, counts: bool) -> dict[str, Any]:
     """Train on sentences of which one window has no label, by the labels or by the targets of a unit."""
     model = Tagger(dtype=DTYPES[dtype])
-
-    def unit(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        is_target = batch["labels"] != -100
-        logits = model(**batch)["logits"]
-        return F.cross_entropy(logits[is_target], batch["labels"][is_target], reduction="sum"), is_target.sum()
-
-    trainer = fit(make_trainer(
+    return end_of(fit(make_trainer(
         backend, model, Blank(20, EpochSampler(20, 4).order(0)[8:12]), batch_size=1, global_batch_size=4, epochs=1,
-        learning_rate=0.05, optimizer="torch.optim.AdamW", **({"unit": unit} if counts else {}),
-    ))  # fmt: skip
-    return {"steps": [trainer.progress.step, trainer.progress.skipped_steps], "tensors": tensors_of(trainer)}
+        learning_rate=0.05, optimizer="torch.optim.AdamW", **({"unit": sum_unit(model)} if counts else {}),
+    )))  # fmt: skip
 
 
 def overflow(backend: str) -> dict[str, Any]:
-    """Train with a loss scaler where two steps overflow on one rank."""
     trainer = make_trainer(
         backend, Overflowing(at=(3, 8)), rows(40, torch.float32), loss_fn=F.mse_loss, batch_size=2,
         global_batch_size=4, epochs=1, lr_scheduler="linear", learning_rate=0.01,
     )  # fmt: skip
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     trainer.train()
-    return {
-        "steps": [trainer.progress.step, trainer.progress.skipped_steps, trainer.lr_scheduler.last_epoch],
-        "scale": trainer.scaler.get_scale(),
-        "weights": torch.cat([parameter.flatten() for parameter in trainer.get_model().parameters()]).tolist(),
-    }
+    return {**end_of(trainer), "scale": trainer.scaler.get_scale(), "scheduled": trainer.lr_scheduler.last_epoch}
 
 
 def loop_by_hand(backend: str, wrapped: bool) -> dict[str, Any]:
@@ -249,13 +215,8 @@ def loop_by_hand(backend: str, wrapped: bool) -> dict[str, Any]:
         t16(), rows(11), loss_fn=F.mse_loss, batch_size=3, epochs=1, learning_rate=0.01, progress_bar=False,
         shuffle=False,
     )  # fmt: skip
-    try:
-        metrics = trainer.train()
-    except DistributedError as error:
-        return {"raised": str(error)}
-    weights = [parameter.tolist() for parameter in trainer.get_model().parameters()]
-    loss = metrics["train_metrics_history"][0]["train_loss"]
-    return {"raised": "", "weights": weights, "totals": trainer.totals, "loss": loss}
+    loss = trainer.train()["train_metrics_history"][0]["train_loss"]
+    return {**end_of(trainer), "totals": trainer.totals, "loss": loss}
 
 
 class Blocks(nn.Sequential):
@@ -267,46 +228,30 @@ class Blocks(nn.Sequential):
         return x
 
 
-def learn(backend: str, recomputes: bool = False, compiles: bool = False) -> dict[str, Any]:
+def learn(backend: str, how: list[str]) -> dict[str, Any]:
     """Train a model of blocks with dropout and BatchNorm; a compiled one then again, compiled ahead."""
-    tensors = train_blocks(backend, recomputes, compiles)
-    again = train_blocks(backend, recomputes, compiles, ahead=True) if compiles else {}
-    return {"tensors": tensors | {f"ahead {name}": tensor for name, tensor in again.items()}}
+    again = train_blocks(backend, how, ahead=True) if "compiled" in how else {}
+    return {"tensors": train_blocks(backend, how) | {f"ahead {name}": tensor for name, tensor in again.items()}}
 
 
-def train_blocks(backend: str, recomputes: bool, compiles: bool, ahead: bool = False) -> dict[str, Any]:
-    torch.compiler.reset()
+def train_blocks(backend: str, how: list[str], ahead: bool = False) -> dict[str, Any]:
     torch.manual_seed(0)
-    compiler = Graphs()
+    compiler, dtype = Graphs(), DTYPES[dtype_of(backend)]
+    recomputes, compiles, thaws = (word in how for word in ("recomputed", "compiled", "thawed"))
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2)]
-    model = Blocks(nn.Linear(4, 16), *blocks, nn.Linear(16, 1)).to(DTYPES[dtype_of(backend)])
     trainer = make_trainer(
-        backend, model, rows(32, DTYPES[dtype_of(backend)]), loss_fn=F.mse_loss, batch_size=4, max_steps=4,
-        learning_rate=0.05, gradient_checkpointing=recomputes, compile={"backend": compiler} if compiles else False,
+        backend, Blocks(nn.Linear(4, 16), *blocks, nn.Linear(16, 1)).to(dtype), rows(32, dtype), loss_fn=F.mse_loss,
+        batch_size=4, learning_rate=0.05, gradient_checkpointing=recomputes, epochs=4 if thaws else 1,
+        algorithms=[GradualUnfreezing()] if thaws else [], compile={"backend": compiler} if compiles else False,
     )  # fmt: skip
     if ahead:
         compiled = trainer.compile()
         assert compiled.graphs and compiled.shapes == {"train": ["[4, 4], [4, 1]"]}
     graphs = compiler.count
     trainer.train()
-    assert bool(compiler.count) is compiles and (not ahead or compiler.count == graphs)
+    assert bool(compiler.count) is compiles and (thaws or not ahead or compiler.count == graphs)
     assert any("forward" in vars(module) for module in trainer.get_model().modules()) is recomputes
     return tensors_of(trainer)
-
-
-def thaw(backend: str, compiles: bool) -> dict[str, Any]:
-    """Train a plain or a compiled model, whose layers are frozen at first."""
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    model = Blocks(nn.Linear(4, 16), nn.Sequential(nn.Linear(16, 16), nn.Tanh()), nn.Linear(16, 1))
-    trainer = make_trainer(
-        backend, model.double(), rows(32), loss_fn=F.mse_loss, batch_size=4, epochs=4, learning_rate=0.05,
-        algorithms=[GradualUnfreezing()], compile={"backend": Graphs()} if compiles else False,
-    )  # fmt: skip
-    if compiles:
-        assert trainer.compile().graphs
-    trainer.train()
-    return {"tensors": tensors_of(trainer)}
 
 
 @pytest.fixture(scope="module")
@@ -344,13 +289,9 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
         options = {"dtype": "float32", "policy": policy, "finite_gradient": True, "scales": backend != "native"}
         jobs.add(f"scaled-{backend}-{policy}", backend, poison, place="last batch, second process", **options)
     changed = asked_for(request, "how", "backend")
-    for backend in sorted({backend for _, backend in changed}):
-        jobs.add(f"plain {backend}", backend, learn)
-    for how, backend in sorted(changed):
-        jobs.add(f"{how} {backend}", backend, learn, recomputes=how == "recomputed", compiles=how == "compiled")
-    for backend in sorted(asked_for(request, "backend", test="test_layers")):
-        for compiles in (False, True):
-            jobs.add(f"thawed {compiles} {backend}", backend, thaw, compiles=compiles)
+    plain = {("thawed" if "thawed" in how else "plain", backend) for how, backend in changed}
+    for how, backend in sorted(changed | plain):
+        jobs.add(f"{how} {backend}", backend, learn, how=how.split())
     for wrapped in (True, False):  # the error ends the launch
         jobs.add(f"loop-{wrapped}", "ddp", loop_by_hand, wrapped=wrapped)
     return on.launch_all(jobs, folder)
@@ -373,11 +314,8 @@ def assert_native(results: Any, backend: str, name: str, limit: float | None = N
 
 @pytest.mark.parametrize(("backend", "masked"), thinned(STEPS, STEPS[:8]))
 def test_steps_match_one_process(results: Any, backend: str, masked: bool) -> None:
-    dtype = dtype_of(backend)
-    reference = results[f"native-{dtype}-{masked}"][0]
-    ranks = results[f"{backend}-{dtype}-{masked}"]
-    differences = on.parity(ranks, reference)
-    assert {name: value for name, value in differences.items() if value > bound(backend)} == {}
+    (reference,), ranks = (results[f"{name}-{dtype_of(backend)}-{masked}"] for name in ("native", backend))
+    assert max(on.parity(ranks, reference).values()) <= bound(backend)
     assert len(reference["logs"]) == 6 and reference["progress"]["skipped_steps"] == 0
     assert gap(ranks[0]["tensors"], ranks[-1]["tensors"]) == 0, "the ranks have other weights"
 
@@ -397,10 +335,7 @@ def test_unit_targets_are_weighed_over_all_processes(results: Any, backend: str,
     assert_native(results, backend, f"targets-{reduction}")
 
 
-@pytest.mark.parametrize(
-    "backend",
-    thinned(["ddp", "ddp eager", "fsdp", "zero1", "hf2", "hf2 eager"], ["ddp", "ddp eager", "fsdp", "hf2 eager"]),
-)
+@pytest.mark.parametrize("backend", thinned(REDUCED, REDUCED[:4]))
 def test_gradients_are_reduced_once_a_step(results: Any, backend: str) -> None:
     """And the schedule is stepped once."""
     expected = [[4, 1]] * 6 + [[2, 1]] if "eager" in backend else [[1, 1]] * 7
@@ -427,8 +362,7 @@ def test_windows_without_labels_are_skipped(results: Any, backend: str, counts: 
 def test_overflow_on_one_rank_skips_the_step_on_all(results: Any, backend: str) -> None:
     first, second = results[f"overflow-{backend}"]
     assert first == second
-    assert first["steps"] == [8, 2, 8] and first["scale"] == 256.0
-    assert all(math.isfinite(weight) for weight in first["weights"])
+    assert (first["steps"], first["scheduled"], first["scale"]) == ([8, 2], 8, 256.0)
 
 
 @pytest.mark.parametrize(("backend", "policy"), SCALED)
@@ -443,23 +377,19 @@ def test_nan_on_one_rank_keeps_the_scale_on_all(results: Any, backend: str, poli
 def test_custom_loop_needs_the_wrapped_model(results: Any) -> None:
     """Each update from gradients that were not averaged is an error."""
     for rank in results["loop-False"]:
-        assert "not averaged over the 2 ranks" in rank["raised"] and "model_wrapped" in rank["raised"]
+        assert rank["error"] == "DistributedError" and "model_wrapped" in rank["message"]
+        assert "not averaged over the 2 ranks" in rank["message"]
     first, second = results["loop-True"]
-    assert first["raised"] == "" and first["weights"] == second["weights"]
+    assert first["weights"] == second["weights"]
     (total, count), (other_total, other_count) = first["totals"], second["totals"]
     assert (count, other_count) == (6, 5)  # the loss is the mean over the samples of all ranks
     assert first["loss"] == second["loss"] == pytest.approx((total + other_total) / 11, rel=1e-12)
 
 
-@pytest.mark.parametrize(("how", "backend"), thinned(CHANGED, CHANGED[:2]))
+@pytest.mark.parametrize(("how", "backend"), thinned(CHANGED, CHANGED[:3]))
 def test_recomputing_and_compiling_change_no_bit(results: Any, how: str, backend: str) -> None:
-    """Also if a model is compiled ahead."""
-    plain, changed = (results[f"{name} {backend}"][0]["tensors"] for name in ("plain", how))
-    ahead = {f"ahead {name}": tensor for name, tensor in plain.items()} if how == "compiled" else {}
+    """Also if a model is compiled ahead, or if its layers are frozen at first."""
+    plain_job = "thawed" if "thawed" in how else "plain"
+    plain, changed = (results[f"{name} {backend}"][0]["tensors"] for name in (plain_job, how))
+    ahead = {f"ahead {name}": tensor for name, tensor in plain.items()} if "compiled" in how else {}
     assert len(plain) == 18 and gap(plain | ahead, changed) == 0
-
-
-@pytest.mark.parametrize("backend", thinned(("ddp", "fsdp"), ["ddp"]))
-def test_layers_of_a_compiled_model_thaw(results: Any, backend: str) -> None:
-    plain, compiled = (results[f"thawed {compiles} {backend}"][0]["tensors"] for compiles in (False, True))
-    assert len(plain) == 6 and gap(plain, compiled) == 0

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import torch.nn.functional as F
 from backends import asked_for, make_trainer
 from forking import Case, Found, Outcome, current_rank, mark, play
 from marks import thinned
-from recipes import fit, rows, t16
+from recipes import callback, rows, t16
 
-from omnitrain import Callback, CheckpointError
+from omnitrain import CheckpointError
 from omnitrain.checkpoint import checkpointer, lock, manifest, tensor_files
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.tensor_files import gather_to_host
@@ -29,17 +30,12 @@ HERE = "test_sharded_saves"
 ASYNC = {"async_save": True}
 PARTS = {"consolidate": False}
 WAYS: dict[str, dict[str, Any]] = {"parts": PARTS, "async-parts": PARTS | ASYNC}
-MORE: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "async": ASYNC,
-    "ddp": {"backend": "ddp"},
-    "zero3": {"backend": "zero3", **PARTS},
-    "zero3-async": {"backend": "zero3", **PARTS, **ASYNC},
-    "hf_fsdp": {"backend": "hf_fsdp", **PARTS},
-    "hf_fsdp-async": {"backend": "hf_fsdp", **PARTS, **ASYNC},
-    "hf_zero2": {"backend": "hf_zero2"},
-    "hf_zero2-async": {"backend": "hf_zero2", **ASYNC},
-}
+MORE: dict[str, dict[str, Any]] = {"whole": {}, "async": ASYNC, "ddp": {"backend": "ddp"}}
+for _backend, _options in {"zero3": PARTS, "hf_fsdp": PARTS, "hf_zero2": {}}.items():
+    MORE |= {
+        _backend: {"backend": _backend, **_options},
+        f"{_backend}-async": {"backend": _backend, **_options, **ASYNC},
+    }
 """Ways that only `make test-all` tests."""
 SAME = [("parts", "async-parts"), ("whole", "async"),
         *((backend, f"{backend}-async") for backend in ("zero3", "hf_fsdp", "hf_zero2"))]  # fmt: skip
@@ -83,19 +79,11 @@ for _kind in ("mkdir", "write", "sync", "rename", "remove"):
     setattr(Disk, _kind, _noting(_kind))
 
 
-def digest(tensors: dict[str, Any]) -> dict[str, str]:
-    """Return the sha256 of each tensor's bytes; all ranks call this."""
-    return {
-        name: hashlib.sha256(
-            gather_to_host(tensor).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        ).hexdigest()
-        for name, tensor in sorted(tensors.items())
-    }
-
-
 def state_of(trainer: Any) -> dict[str, str]:
+    """Return a digest of each weight and moment; all ranks call this."""
     moments, _ = trainer.backend.optimizer_state()
-    return digest({**trainer.backend.model_tensors(), **moments})
+    tensors = sorted({**trainer.backend.model_tensors(), **moments}.items())
+    return {name: hashlib.sha256(gather_to_host(tensor).numpy().tobytes()).hexdigest() for name, tensor in tensors}
 
 
 def make(folder: str, backend: str = "fsdp", **options: Any) -> Any:
@@ -121,12 +109,10 @@ def run(
 
 
 def case(way: str, name: str, **options: Any) -> Case:
-    """Return a case that trains in this way."""
     return Case(name, f"{HERE}:run", {**(WAYS | MORE)[way], **options})
 
 
 def run_in_turn(folders: list[str]) -> list[Any]:
-    """Train in one folder after the other; return the step and the error of each run."""
     lock.EXIT_GRACE_S, results = 0.1, []
     for folder in folders:
         trainer, message = make(folder, "ddp"), ""
@@ -157,8 +143,14 @@ def undisturbed(part: int | None, tmp_path_factory: pytest.TempPathFactory) -> F
     folder, ways = tmp_path_factory.mktemp("undisturbed"), WAYS if part is None else WAYS | MORE
     outcomes = play([case(way, way, folder=str(folder / way)) for way in ways], folder / "cases")
     for way in ways:
-        assert [rank.code for rank in outcomes[way]] == [0, 0], [rank.output for rank in outcomes[way]]
+        assert_code(outcomes[way], 0)
     return outcomes
+
+
+def assert_code(ranks: list[Outcome], code: int, *words: str) -> None:
+    """Assert that both processes have ended with a code, and have written these words."""
+    for rank in ranks:
+        assert rank.code == code and all(word in rank.output for word in words), rank.output
 
 
 def test_async_saves_write_the_files_of_other_saves(undisturbed: Found[list[Outcome]]) -> None:
@@ -171,7 +163,6 @@ def test_async_saves_write_the_files_of_other_saves(undisturbed: Found[list[Outc
 
 
 Point = tuple[str, int, int]
-"""Way, rank and number of a file operation."""
 
 
 def points(outcomes: Found[list[Outcome]], part: int | None, kinds: tuple[str, ...], until: str = "") -> list[Point]:
@@ -193,11 +184,9 @@ def points(outcomes: Found[list[Outcome]], part: int | None, kinds: tuple[str, .
 
 def disturb(points: list[Point], fault: str, folder: Path) -> tuple[Found[list[Outcome]], list[Case]]:
     """Train with a fault at each of these operations; return the outcomes, and cases that resume the runs."""
-    cases, again = [], []
-    for way, rank, k in points:
-        name = f"{way}-{rank}-{k}"
-        cases.append(case(way, name, folder=str(folder / name), rank=rank, at=k, fault=fault))
-        again.append(case(way, name, folder=str(folder / name)))
+    again = [case(way, f"{way}-{rank}-{k}", folder=str(folder / f"{way}-{rank}-{k}")) for way, rank, k in points]
+    faults = [{"rank": rank, "at": k, "fault": fault} for _, rank, k in points]
+    cases = [replace(run, options=run.options | how) for run, how in zip(again, faults, strict=True)]
     return play(cases, folder / "disturbed"), again
 
 
@@ -236,11 +225,8 @@ def test_full_disk_at_any_operation_costs_one_checkpoint(
         files = sorted(path.name for path in folder.iterdir() if path.name not in RECORD)
         if files != ["checkpoint-4", "last"]:
             errors.append(f"{run.name}: {name}: left {files}")
-        if (
-            name.startswith("write ")
-            and ".safetensors" in name
-            and not any("Cannot save" in rank.output for rank in outcomes)
-        ):
+        is_shard = name.startswith("write ") and ".safetensors" in name
+        if is_shard and not any("Cannot save" in rank.output for rank in outcomes):
             errors.append(f"{run.name}: {name}: no message")
         Store(folder).verify(folder / "checkpoint-4")
     assert not errors, "\n".join(errors)
@@ -250,10 +236,8 @@ def test_full_disk_at_any_operation_costs_one_checkpoint(
 def test_required_save_that_fails_on_one_rank_ends_both(way: str, rank: int, tmp_path: Path) -> None:
     at = "sync model" if way == "ddp" else "write rank-"
     failing = case(way, "run", folder=str(tmp_path / "run"), rank=rank, at=at, fault="full", save_required=True)
-    outcomes = play([failing], tmp_path / "cases")["run"]
-    assert [outcome.code for outcome in outcomes] == [1, 1], outcomes
-    for outcome in outcomes:
-        assert "CheckpointError: Cannot save" in outcome.output and "No space left" in outcome.output, outcome.output
+    ranks = play([failing], tmp_path / "cases")["run"]
+    assert_code(ranks, 1, "CheckpointError: Cannot save", "No space left")
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
@@ -270,11 +254,6 @@ def test_lock_of_another_run_is_an_error_on_all_ranks(tmp_path: Path) -> None:
 
 
 # --- hashes and reads that the processes share
-
-
-class FirstStep(Callback):
-    def on_train_start(self, trainer: Any) -> None:
-        self.step = trainer.progress.step
 
 
 def noted_hashes(trouble: str = "", fail_on: int = -1) -> list[str]:
@@ -296,18 +275,20 @@ def noted_hashes(trouble: str = "", fail_on: int = -1) -> list[str]:
 
 
 def begin(folder: str, source: str) -> dict[str, Any]:
-    """Train with the weights of a checkpoint."""
     hashed = noted_hashes()
     make(folder, consolidate=False, max_steps=1, init_from=source).train()
     return {"hashed": hashed}
 
 
 def resume(folder: str, which: str = "auto", trouble: str = "", fail_on: int = -1) -> dict[str, Any]:
-    """Resume, where a rank may not be able to read its share of the files."""
-    hashed, first = noted_hashes(trouble, fail_on), FirstStep()
+    """Resume, where a rank may not be able to read its share of the files, or the disk fails it while it reads."""
+    if trouble.startswith("read"):
+        break_reading(fail_on, trouble == "read locally")
+    hashed, steps = noted_hashes(trouble, fail_on), list[int]()
+    first = callback(on_train_start=lambda trainer: steps.append(trainer.progress.step))
     trainer = make(folder, consolidate=False, max_steps=6, save_steps=100, save_total_limit=None, callbacks=[first])
     trainer.train(resume_from=which)
-    return {"hashed": hashed, "step": first.step, "state": state_of(trainer)}
+    return {"hashed": hashed, "step": steps[0], "state": state_of(trainer)}
 
 
 def break_reading(fail_on: int, is_local: bool) -> None:
@@ -330,13 +311,6 @@ def break_reading(fail_on: int, is_local: bool) -> None:
         tensor_files.TensorFile._is_local = lambda self: self._ranks.world_size == 1
 
 
-def read(folder: str, fail_on: int, is_local: bool) -> dict[str, Any]:
-    """Resume, where the disk fails one rank in the middle of reading."""
-    break_reading(fail_on, is_local)
-    trainer = fit(make(folder, consolidate=False, max_steps=6, save_total_limit=None), resume_from="auto")
-    return {"step": trainer.progress.step}
-
-
 def end(folder: str, backend: str, fail_on: int, is_local: bool) -> dict[str, Any]:
     """Train, where the disk fails one rank in the middle of reading the best weights at the end."""
     break_reading(fail_on, is_local)
@@ -356,26 +330,18 @@ def end(folder: str, backend: str, fail_on: int, is_local: bool) -> dict[str, An
     return {"last": last, "now": state_of(trainer), "best": best, "newest": newest}
 
 
-def train(folder: str) -> None:
-    make(folder, consolidate=False, save_total_limit=None).train()
-
-
-def damage(folder: Path, kind: str, rank: int, of: str = "optimizer") -> None:
-    """Damage this rank's part in the last checkpoint."""
+def damage(folder: Path, kind: str, rank: int, of: str) -> None:
     part = folder / "checkpoint-4" / of / f"rank-{rank:05d}.safetensors"
-    content = bytearray(part.read_bytes())
-    if kind == "flipped":
-        content[-1] ^= 1
-        part.write_bytes(content)
-    elif kind == "truncated":
-        part.write_bytes(content[:-1])
+    content = part.read_bytes()
+    if kind in ("flipped", "truncated"):
+        part.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) * (kind == "flipped"))
     elif kind == "missing":
         part.unlink()
 
 
-READS = [(1, True), (0, False)]
-"""Which rank cannot read, and whether each rank reads its part or the main one all."""
+READS = [("read locally", 1, "auto"), ("read", 0, "auto")]
 ENDS = [("fsdp", 1, True), ("fsdp", 0, False), ("zero3", 1, True)]
+"""Backend, which rank cannot read, and whether each rank reads its part or the main one all."""
 INTACT = [("none", 0, "auto"), ("unseen", 1, "auto"), ("none", 0, "checkpoint-4"), ("unseen", 0, "checkpoint-4")]
 DAMAGED = [
     ("flipped", 1, "auto"), ("unreadable", 0, "checkpoint-4"), ("truncated", 0, "auto"), ("missing", 1, "auto"),
@@ -390,85 +356,69 @@ def name_of(*words: Any) -> str:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
-    first = play([Case("train", f"{HERE}:train", {"folder": str(folder / "run")})], folder / "cases")
-    assert [rank.code for rank in first["train"]] == [0, 0], first["train"]
+    first = play([case("parts", "train", folder=str(folder / "run"), save_total_limit=None)], folder / "cases")
+    assert_code(first["train"], 0)
 
-    def case(name: str, function: str, **options: Any) -> Case:
+    def resumed(name: str, function: str, **options: Any) -> Case:
         return Case(name, f"{HERE}:{function}", {"folder": str(folder / name), **options})
 
-    def copy(name: str) -> Path:
-        return Path(shutil.copytree(folder / "run", folder / name, symlinks=True))
+    def copy(name: str, kind: str, rank: int, of: str = "optimizer") -> Path:
+        run = Path(shutil.copytree(folder / "run", folder / name, symlinks=True))
+        damage(run, kind, rank, of)
+        return run
 
     cases = []
     for kind, rank, which in sorted({("none", 0, "auto"), *asked_for(request, "kind", "rank", "which")}):
-        run = copy(name_of(kind, rank, which))
-        damage(run, kind, rank)
+        run = copy(name_of(kind, rank, which), kind, rank)
         checkpoint = which if which == "auto" else str(run / which)
-        cases.append(case(run.name, "resume", which=checkpoint, trouble=kind, fail_on=rank))
-    for name in ("initial", "initial-flipped"):
-        source = copy(f"{name}-source")
-        if name == "initial-flipped":
-            damage(source, "flipped", 1, of="model")
-        cases.append(case(name, "begin", source=str(source / "checkpoint-4")))
-    for rank, is_local in sorted(asked_for(request, "rank", "is_local")):
-        name = copy(name_of("read", rank, is_local)).name
-        cases.append(case(name, "read", fail_on=rank, is_local=is_local))
+        cases.append(resumed(run.name, "resume", which=checkpoint, trouble=kind, fail_on=rank))
+    for name, kind in {"initial": "none", "initial-flipped": "flipped"}.items():
+        source = copy(f"{name}-source", kind, 1, "model")
+        cases.append(resumed(name, "begin", source=str(source / "checkpoint-4")))
     for backend, rank, is_local in sorted(asked_for(request, "backend", "rank", "is_local")):
-        cases.append(case(name_of(backend, rank), "end", backend=backend, fail_on=rank, is_local=is_local))
+        cases.append(resumed(name_of(backend, rank), "end", backend=backend, fail_on=rank, is_local=is_local))
     return play(cases, folder / "resumed")
 
 
 @pytest.mark.parametrize(("kind", "rank", "which"), thinned(INTACT, INTACT[:2]))
 def test_each_file_is_hashed_by_one_rank_that_has_it(outcomes: Any, kind: str, rank: int, which: str) -> None:
     ranks = outcomes[name_of(kind, rank, which)]
-    assert [rank.code for rank in ranks] == [0, 0], ranks
-    shares = [outcome.result["hashed"] for outcome in ranks]
-    assert len({*shares[0], *shares[1]}) == len(shares[0]) + len(shares[1])
-    assert all(f"optimizer/rank-0000{k}.safetensors" in shares[0] + shares[1] for k in (0, 1))
-    assert bool(shares[1]) == (kind == "none")
+    assert_code(ranks, 0)
+    first, second = (outcome.result["hashed"] for outcome in ranks)
+    assert len({*first, *second}) == len(first) + len(second) and bool(second) == (kind == "none")
+    assert {f"optimizer/rank-0000{k}.safetensors" for k in (0, 1)} <= {*first, *second}
     assert [outcome.result["step"] for outcome in ranks] == [4, 4]
 
 
 def test_initial_weights_are_hashed_by_both_ranks(outcomes: Any) -> None:
-    ranks = outcomes["initial"]
-    assert [rank.code for rank in ranks] == [0, 0], ranks
-    assert all(len(outcome.result["hashed"]) == 1 for outcome in ranks)
-    names = {name for outcome in ranks for name in outcome.result["hashed"]}
-    assert names == {f"model/rank-0000{rank}.safetensors" for rank in (0, 1)}
-    ranks = outcomes["initial-flipped"]
-    assert [rank.code for rank in ranks] == [1, 1], ranks
-    for outcome in ranks:
-        assert "CheckpointError" in outcome.output and "'model/rank-00001.safetensors' does not match" in outcome.output
+    assert_code(outcomes["initial"], 0)
+    hashed = sorted(outcome.result["hashed"] for outcome in outcomes["initial"])
+    assert hashed == [[f"model/rank-0000{rank}.safetensors"] for rank in (0, 1)]
+    assert_code(outcomes["initial-flipped"], 1, "CheckpointError", "'model/rank-00001.safetensors' does not match")
 
 
 @pytest.mark.parametrize(("kind", "rank", "which"), thinned(DAMAGED, DAMAGED[:2]))
 def test_damage_is_an_error_or_an_older_checkpoint(outcomes: Any, kind: str, rank: int, which: str) -> None:
     ranks = outcomes[name_of(kind, rank, which)]
     if which == "auto":
-        assert [rank.code for rank in ranks] == [0, 0], ranks
+        assert_code(ranks, 0)
         assert [outcome.result["step"] for outcome in ranks] == [2, 2]
         assert ranks[0].result["state"] == outcomes["none-0-auto"][0].result["state"]
         assert "Using 'checkpoint-2' instead" in ranks[0].output, ranks[0].output
-        return
-    assert [rank.code for rank in ranks] == [1, 1], ranks
-    for outcome in ranks:
-        assert "CheckpointError" in outcome.output and "checkpoint-4" in outcome.output, outcome.output
-        assert kind == "unreadable" or f"optimizer/rank-0000{rank}.safetensors" in outcome.output, outcome.output
+    else:
+        file = [] if kind == "unreadable" else [f"optimizer/rank-0000{rank}.safetensors"]
+        assert_code(ranks, 1, "CheckpointError", "checkpoint-4", *file)
 
 
-@pytest.mark.parametrize(("rank", "is_local"), thinned(READS, READS[:1]))
-def test_read_error_on_one_rank_ends_both(outcomes: Any, rank: int, is_local: bool) -> None:
-    ranks = outcomes[name_of("read", rank, is_local)]
-    assert [rank.code for rank in ranks] == [1, 1], ranks
-    assert "cannot be read" in ranks[rank].output, ranks[rank].output
-    assert "Error" in ranks[1 - rank].output and "cannot be read" in ranks[1 - rank].output, ranks[1 - rank]
+@pytest.mark.parametrize(("kind", "rank", "which"), thinned(READS, READS[:1]))
+def test_read_error_on_one_rank_ends_both(outcomes: Any, kind: str, rank: int, which: str) -> None:
+    assert_code(outcomes[name_of(kind, rank, which)], 1, "Error", "cannot be read")
 
 
 @pytest.mark.parametrize(("backend", "rank", "is_local"), thinned(ENDS, ENDS[:1]))
 def test_unreadable_best_weights_leave_the_last_ones(outcomes: Any, backend: str, rank: int, is_local: bool) -> None:
     ranks = outcomes[name_of(backend, rank)]
-    assert [rank.code for rank in ranks] == [0, 0], ranks
+    assert_code(ranks, 0, "cannot be read", "keeps those of the last step")
     for outcome in ranks:
         assert outcome.result["best"] != outcome.result["newest"]
         assert outcome.result["now"] == outcome.result["last"]
-        assert "cannot be read" in outcome.output and "keeps those of the last step" in outcome.output, outcome.output

@@ -20,7 +20,7 @@ from marks import thinned
 from recipes import Trace, fit, rows, t16
 from safetensors.torch import load_file
 from tiny import Tokens, llama, t5
-from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers import LlamaForCausalLM, Seq2SeqTrainingArguments, TrainingArguments
 from transformers import Trainer as Stock
 
 from omnitrain import HFTrainer
@@ -51,19 +51,15 @@ PLAIN: dict[str, dict[str, Any]] = {
     "fsdp": {"fsdp": True, "fsdp_config": {"version": 2}},
     "zero2": {"deepspeed": {"zero_optimization": {"stage": 2}}},
 }
-"""The same for plain models."""
 LAUNCHED = {
     "fsdp": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
     "zero2": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
 }
 
 
-WRAPPED = {
-    "whole": ["DistributedDataParallel", "Parameter"], "fsdp": ["FSDPLlamaForCausalLM", "DTensor"],
-    "zero2": ["DeepSpeedEngine", "Parameter"], "zero3": ["DeepSpeedEngine", "Parameter of nothing"],
-    "configured": ["DeepSpeedEngine", "Parameter"],
-}  # fmt: skip
-"""What the models and parameters of trainers are."""
+SHARDED = {"fsdp": "FSDPSequential", "zero2": "DeepSpeedEngine"}
+WRAPPED = {"whole": "DistributedDataParallel Parameter", "fsdp": "FSDPLlamaForCausalLM DTensor"}
+"""What the models and parameters of trainers are, if not DeepSpeed's engine and parameters, of nothing under ZeRO 3."""
 
 
 def correct(prediction: Any) -> dict[str, float]:
@@ -101,13 +97,15 @@ def speaker(args: TrainingArguments, model: Any = None, **options: Any) -> HFTra
 def speak(backend: str, way: str, folder: str) -> dict[str, Any]:
     """Train a language model with transformers' optimizer of two groups; evaluate, predict and save it."""
     trainer = speaker(arguments(folder, **WAYS[way]), stock_checkpoints=True)
-    wrapped, part = type(trainer.model_wrapped).__name__, type(next(trainer.model.parameters())).__name__
-    part += " of nothing" if not next(trainer.model.parameters()).numel() else ""
+    parameter = next(trainer.model.parameters())
+    assert bool(parameter.numel()) == (way != "zero3")
+    made_of = f"{type(trainer.model_wrapped).__name__} {type(parameter).__name__}"
+    assert made_of == WRAPPED.get(way, "DeepSpeedEngine Parameter") or backend == "hf"
     numbers = logged(trainer, "grad_norm", "learning_rate")
     predicted = trainer.predict(Tokens(7))
     trainer.save_model(f"{folder}/model")
     return {
-        **numbers, "made of": [wrapped, part], "groups": len(trainer.optimizer.param_groups),
+        **numbers, "groups": len(trainer.optimizer.param_groups),
         "their losses": [row["loss"] for row in trainer.engine.state.log_history if "loss" in row],
         "valid": trainer.metrics["valid"], "predictions": predicted.predictions.tolist(),
         "tensors": tensors_of(trainer),
@@ -117,25 +115,25 @@ def speak(backend: str, way: str, folder: str) -> dict[str, Any]:
 def load_in_parts(backend: str, folder: str, model: str) -> dict[str, Any]:
     """Train a model that transformers has loaded in parts, as it does once there are arguments for ZeRO 3."""
     import deepspeed
-    from transformers import LlamaForCausalLM
 
     args = arguments(folder, **WAYS["zero3"])
     deepspeed.init_distributed("gloo")  # on GPUs the arguments do it
     loaded = LlamaForCausalLM.from_pretrained(model)
-    empty, trainer = not next(loaded.parameters()).numel(), speaker(args, loaded)
+    assert not next(loaded.parameters()).numel()
+    trainer = speaker(args, loaded)
     numbers = logged(trainer)
     trainer.save_model(f"{folder}/model")
-    return {**numbers, "empty": empty}
+    return numbers
 
 
 def start(backend: str, way: str) -> dict[str, Any]:
-    """Train with the environment of a launcher."""
     with mock.patch.dict(os.environ, LAUNCHED[way]):
         trainer = HFTrainer(
             t16(dtype=torch.float32), None, rows(20, torch.float32), loss_fn=F.mse_loss, log_steps=1,
             learning_rate=0.05, max_steps=4, batch_size=2, progress_bar=False, callbacks=[Trace()],
         )  # fmt: skip
-        return {"wrapped": type(trainer.model_wrapped).__name__, **logged(trainer)}
+        assert type(trainer.model_wrapped).__name__ == SHARDED[way]
+        return logged(trainer)
 
 
 def two_groups(parameters: Any) -> torch.optim.Optimizer:
@@ -144,7 +142,6 @@ def two_groups(parameters: Any) -> torch.optim.Optimizer:
 
 
 def train_twice(backend: str) -> dict[str, Any]:
-    """Train two parameter groups, and once more from there."""
     trainer = make_trainer(
         backend, t16(dtype=torch.float32), rows(20, torch.float32), loss_fn=F.mse_loss, optimizer=two_groups,
         max_steps=4, batch_size=2, lr_scheduler="linear", callbacks=[Trace()],
@@ -166,11 +163,11 @@ def by_configuration(backend: str, configured: bool) -> dict[str, Any]:
 
 def initialize_again(backend: str, way: str, folder: str) -> dict[str, Any]:
     """Train a model of `model_init` twice, after another trainer was made; then search for a learning rate."""
-    models = list[weakref.ref[Any]]()
+    models = weakref.WeakSet[Any]()
 
     def make(trial: Any) -> Any:
         model = t16(dtype=torch.float32)
-        models.append(weakref.ref(model))
+        models.add(model)
         return model
 
     args = arguments(
@@ -182,8 +179,9 @@ def initialize_again(backend: str, way: str, folder: str) -> dict[str, Any]:
         callbacks=[Trace()],
     )  # fmt: skip
     make_trainer("hf2", t16(dtype=torch.float32), rows(20, torch.float32), loss_fn=F.mse_loss)
-    losses = [logged(trainer)["loss"], logged(trainer)["loss"]]
-    kind, before = type(trainer.model_wrapped).__name__, trainer.evaluate()
+    assert type(trainer.model_wrapped).__name__ == SHARDED.get(way, "DistributedDataParallel")
+    losses, again, before = logged(trainer)["loss"], logged(trainer)["loss"], trainer.evaluate()
+    assert again == pytest.approx(losses, abs=1e-6) and len(losses) == 3
 
     def space(trial: Any) -> dict[str, Any]:
         return {"learning_rate": trial.suggest_categorical("learning_rate", [0.05, 1e-4])}
@@ -193,10 +191,8 @@ def initialize_again(backend: str, way: str, folder: str) -> dict[str, Any]:
     sampler = optuna.samplers.RandomSampler(seed=0)
     best = trainer.hyperparameter_search(space, n_trials=2, sampler=sampler, backend="optuna")
     gc.collect()
-    return {
-        "made of": kind, "losses": losses, "objective": best.objective if trainer.is_main_process else None,
-        "is unchanged": trainer.evaluate() == before, "alive": sum(model() is not None for model in models),
-    }  # fmt: skip
+    assert trainer.evaluate() == before and len(models) == 1
+    return {"losses": losses, "objective": best.objective if trainer.is_main_process else None}
 
 
 def initialize_again_by_configuration(backend: str, folder: str) -> dict[str, Any]:
@@ -211,7 +207,6 @@ def initialize_again_by_configuration(backend: str, folder: str) -> dict[str, An
 
 
 def generate(backend: str, way: str, folder: str) -> dict[str, Any]:
-    """Generate the predictions of metrics with a sharded model."""
     options = {"predict_with_generate": True, "generation_max_length": 9, "max_steps": 2, "save_strategy": "no"}
     args = arguments(folder, kind=Seq2SeqTrainingArguments, **options, **WAYS[way])
     trainer = HFTrainer(
@@ -237,9 +232,9 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[dict
     add("single", speak, "hf", way="whole")
     for way in LAUNCHED:
         jobs.add(f"launched-{way}", "hf2", start, way=way)
-    for test, function in {"model_init": initialize_again, "generation": generate}.items():
-        for way in selected(test) and ["whole", *selected(test)]:
-            add(f"{test}-{way}", function, way=way)
+    asked = asked_for(request, "what", "way")
+    for what, way in sorted(asked | {(what, "whole") for what, _ in asked}):
+        add(f"{what}-{way}", initialize_again if what == "model_init" else generate, way=way)
     add("again", initialize_again_by_configuration)
     for backend in ["ddp", *selected("second", "backend")]:
         jobs.add(f"twice-{backend}", backend, train_twice)
@@ -254,17 +249,17 @@ def test_arguments_shard_and_change_no_number(results: Any, way: str) -> None:
     (expected,) = results["single"]
     assert [row["eval_rows"] for row in expected["valid"]] == [7] * 2
     for result in results[way]:
-        assert result["made of"] == WRAPPED[way]
+        assert result["groups"] == (1 if way == "configured" else 2)
         if way == "configured":  # another schedule: these are the rates of each update; a stock Trainer logs the next
-            assert result["learning_rate"] == pytest.approx([0.0, 0.0, 0.025] + 2 * [0.05]) and result["groups"] == 1
+            assert result["learning_rate"] == pytest.approx([0.0, 0.0, 0.025] + 2 * [0.05])
             assert gap(result["loss"][:2], expected["loss"][:2]) < 1e-5
         else:
-            assert gap({**result, "made of": 0}, {**expected, "made of": 0}) < 1e-5 and result["groups"] == 2
+            assert gap(result, expected) < 1e-5
 
 
 def test_model_loaded_in_parts_trains_and_saves_exactly(results: Any, folder: Path) -> None:
     for result in results["parts"]:
-        assert result["empty"] and gap(result["loss"], results["zero3"][0]["loss"]) < 1e-6
+        assert gap(result["loss"], results["zero3"][0]["loss"]) < 1e-6
     weights = load_file(folder / "parts/model/model.safetensors")
     assert gap(weights, load_file(folder / "zero3/model/model.safetensors")) < 1e-6
 
@@ -290,30 +285,18 @@ def test_stock_trainer_resumes_from_sharded_weights(results: Any, folder: Path, 
 
 
 def test_launcher_shards_without_training_arguments(results: Any) -> None:
-    for way, wrapped in {"fsdp": "FSDPSequential", "zero2": "DeepSpeedEngine"}.items():
-        assert [result["wrapped"] for result in results[f"launched-{way}"]] == [wrapped] * 2
-    assert gap(results["launched-fsdp"][0]["loss"], results["launched-zero2"][0]["loss"]) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["fsdp", "zero2"])
-def test_model_init_is_sharded_again_for_each_run(results: Any, way: str) -> None:
-    for result, expected in zip(results[f"model_init-{way}"], results["model_init-whole"], strict=True):
-        assert result["made of"] == {"fsdp": "FSDPSequential", "zero2": "DeepSpeedEngine"}[way]
-        assert result["is unchanged"] and result["alive"] == 1
-        assert gap(*result["losses"]) < 1e-6 and len(result["losses"][0]) == 3
-        assert gap({**result, "made of": 0}, {**expected, "made of": 0}) < 1e-5
+    assert gap(results["launched-fsdp"], results["launched-zero2"]) < 1e-5
 
 
 def test_deepspeed_schedule_restarts_with_the_model(results: Any) -> None:
-    for result in results["again"]:
-        assert result["learning_rate"] == pytest.approx([0.0, 0.0, 0.025])
+    assert [result["learning_rate"] for result in results["again"]] == [pytest.approx([0.0, 0.0, 0.025])] * 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["zero3"])
-def test_generation_of_shards_equals_unsharded(results: Any, way: str) -> None:
-    assert gap(results[f"generation-{way}"], results["generation-whole"]) < 1e-5
+@pytest.mark.parametrize(("what", "way"), [("model_init", "fsdp"), ("model_init", "zero2"), ("generation", "zero3")])
+def test_shards_are_made_again_and_generate_as_unsharded(results: Any, what: str, way: str) -> None:
+    """The models of `model_init`, for each run of a training or a search, and the predictions of metrics."""
+    assert gap(results[f"{what}-{way}"], results[f"{what}-whole"]) < 1e-5
 
 
 @pytest.mark.parametrize("backend", thinned(["fsdp", "zero2", "zero3", "hf_zero2"], ["zero3"]))

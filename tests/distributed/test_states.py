@@ -81,7 +81,6 @@ class Replacing(nn.Module):
 
 
 def replace(backend: str, copies: bool) -> dict[str, Any]:
-    """Train for 3 steps of two micro-batches, with an evaluation after each."""
     data = rows(24, torch.float32)
     trainer = fit(make_trainer(
         backend, Replacing(copies), data, loss_fn=F.mse_loss, batch_size=2, global_batch_size=8, epochs=1,
@@ -109,7 +108,6 @@ class Sums:
 
 
 def collate(backend: str, folder: str | None = None, stop: int = 0) -> dict[str, Any]:
-    """Train for 6 steps; with a folder, stop after a step or resume from there."""
     torch.manual_seed(0)
     sums, options = Sums(), {"save_dir": folder, "save_steps": 100} if folder else {}
     trainer = fit(make_trainer(

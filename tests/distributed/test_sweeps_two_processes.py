@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +13,18 @@ from backends import asked_for
 from forking import Case, Found, Outcome, current_rank, joined, play
 from marks import thinned
 from optuna.pruners import MedianPruner
-from recipes import rows, t16
+from recipes import callback, rows, t16
 
-from omnitrain import AccelerateTrainer, Callback, search
+from omnitrain import AccelerateTrainer, search
 
 RATES = {"learning_rate": {"low": 1e-3, "high": 0.3, "log": True}}
 
 
-class Breaks(Callback):
-    """Ends this process, or raises an error in it, at a step."""
-
-    def __init__(self, step: int, how: str) -> None:
-        self.step, self.how = step, how
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step != self.step:
-            return
-        if self.how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise ZeroDivisionError(self.how)
+def break_at_step_6(how: str, trainer: Any) -> None:
+    if trainer.progress.step == 6 and how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif trainer.progress.step == 6:
+        raise ZeroDivisionError(how)
 
 
 def run(processes: int, folder: str, breaks: dict[str, str] | None = None, trials: int = 5) -> Any:
@@ -40,22 +34,22 @@ def run(processes: int, folder: str, breaks: dict[str, str] | None = None, trial
         how = (breaks or {}).get(f"{folder.name}/{current_rank()}") or (breaks or {}).get(folder.name)
         return AccelerateTrainer(
             t16(), rows(40), rows(20), loss_fn=F.mse_loss, batch_size=8 // processes, epochs=2, save_dir=folder,
-            learning_rate=params["learning_rate"], progress_bar=False, callbacks=[Breaks(6, how)] if how else [],
+            learning_rate=params["learning_rate"], progress_bar=False,
+            callbacks=[callback(on_step_end=partial(break_at_step_6, how))] if how else [],
         )  # fmt: skip
 
-    pruner = MedianPruner(n_startup_trials=2)
-    result = search(make, RATES, trials=trials, save_dir=folder, pruner=pruner)
+    result = search(make, RATES, trials=trials, save_dir=folder, pruner=MedianPruner(n_startup_trials=2))
+    names = ("score", "score_step", "step", "state")
     return [
-        [trial.params["learning_rate"], trial.score, trial.score_step, trial.step, trial.state]
+        {"rate": trial.params["learning_rate"], **{name: getattr(trial, name) for name in names}}
         for trial in result.trials
     ]
 
 
 BREAKS = {
-    "killed": {"trial-0001/0": "kill"},
-    "one failed": {"trial-0001/1": "on rank 1"},
+    "killed": {"trial-0001/0": "kill"}, "one failed": {"trial-0001/1": "on rank 1"},
     "both failed": {"trial-0001": "on both"},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +68,14 @@ def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome
 def assert_trials(outcome: Outcome, expected: list[Any]) -> None:
     assert outcome.code == 0, outcome.output
     for trial, other in zip(outcome.result, expected, strict=True):
-        assert [trial[0], *trial[2:]] == [other[0], *other[2:]]
-        assert trial[1] == pytest.approx(other[1], rel=1e-9)
+        assert trial == {**other, "score": pytest.approx(other["score"], rel=1e-9)}
 
 
 def test_search_on_two_processes_matches_one(outcomes: Any) -> None:
     """Both processes have its results."""
     (single,) = outcomes["on one"]
     assert single.code == 0, single.output
-    assert {trial[4] for trial in single.result} == {"complete", "pruned"}
+    assert {trial["state"] for trial in single.result} == {"complete", "pruned"}
     for outcome in outcomes["on two"]:
         assert_trials(outcome, single.result)
 
@@ -98,4 +91,4 @@ def test_search_that_loses_a_process_is_resumed(name: str, outcomes: Any, folder
 def test_search_continues_after_a_trial_that_fails_on_both(outcomes: Any) -> None:
     for outcome in outcomes["both failed"]:
         assert outcome.code == 0, outcome.output
-        assert [trial[4] for trial in outcome.result] == ["complete", "failed", "complete"]
+        assert [trial["state"] for trial in outcome.result] == ["complete", "failed", "complete"]

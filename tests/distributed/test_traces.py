@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from backends import PROCESSES, Jobs, asked_for, launch_all, make_trainer, sound
+from forking import joined
+from marks import thinned
 from recipes import StopAt
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -27,12 +30,11 @@ def trace(backend: str, folder: str, stop: int = 0) -> dict[str, Any]:
     with torch.no_grad():
         model.weight.copy_(torch.randint(-3, 4, (4, 4), generator=generator))
         model.bias.zero_()
-    trainer = make_trainer(
+    make_trainer(
         backend, model, TensorDataset(numbers[:, :4].clone(), numbers[:, 4:].clone()), loss_fn=F.mse_loss, epochs=2,
         batch_size=8 // PROCESSES[backend], learning_rate=0.25, optimizer="torch.optim.SGD", max_grad_norm=None,
-        save_dir=folder, save_steps=1, callbacks=[Trace(), *([StopAt(stop)] if stop else [])],
-    )  # fmt: skip
-    trainer.train(resume_from="auto")
+        save_dir=folder, save_steps=1, callbacks=[Trace(), StopAt(stop)],
+    ).train(resume_from="auto")  # fmt: skip
     return {}
 
 
@@ -53,23 +55,19 @@ def measure(backend: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def launched(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder, jobs = tmp_path_factory.mktemp("traces"), Jobs()
+def results(request: Any, folder: Path) -> Any:
+    first, last = Jobs(), Jobs()
     for backend in {"native", "ddp"} | asked_for(request, "backend"):
-        jobs.add(backend, backend, trace, folder=str(folder / backend))
-    jobs.add("stopped", "ddp", trace, folder=str(folder / "stopped"), stop=2)
+        first.add(backend, backend, trace, folder=str(folder / backend))
+    first.add("stopped", "ddp", trace, folder=str(folder / "stopped"), stop=2)
     for backend in {"native"} | asked_for(request, "sharded"):
-        jobs.add(f"measured {backend}", backend, measure, folder=str(folder / f"measured {backend}"))
-    jobs.add("resumed", "native", trace, folder=str(folder / "stopped"))
-    # in this order, as the last job resumes what the one before has saved
-    results = sound(launch_all(jobs[:-1], folder / "a"))
-    results |= sound(launch_all(jobs[-1:], folder / "b"))
-    return folder, results
+        first.add(f"measured {backend}", backend, measure, folder=str(folder / f"measured {backend}"))
+    last.add("resumed", "native", trace, folder=str(folder / "stopped"))
+    return joined(sound(launch_all(first, folder / "a")), sound(launch_all(last, folder / "b")))
 
 
-@pytest.fixture(scope="module")
-def traces(launched: Any) -> Any:
-    folder, results = launched
+@pytest.fixture
+def traces(results: Any, folder: Path) -> Any:
 
     def read(name: str) -> list[dict[str, Any]]:
         assert results[name] is not None
@@ -78,30 +76,24 @@ def traces(launched: Any) -> Any:
     return read
 
 
-@pytest.mark.parametrize("backend", [
-    "ddp", "fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hf2", "zero1", "zero3", "hf_fsdp"))
-])  # fmt: skip
+@pytest.mark.parametrize("backend", thinned(["ddp", "fsdp", "hf2", "zero1", "zero3", "hf_fsdp"], ["ddp", "fsdp"]))
 def test_trace_is_that_of_one_process(backend: str, traces: Any) -> None:
     hidden = {"zero1": {"gradients"}, "zero3": {"gradients", "weights", "update"}}.get(backend, set())
-    expected, lines = traces("native"), traces(backend)
-    assert len(lines) == 4
-    for line, reference in zip(lines, expected, strict=True):
-        names = [name for name in TRACED if name not in hidden]
-        assert {name: line.get(name) for name in names} == {name: reference[name] for name in names}
-        assert line["mean_loss"] == reference["mean_loss"]
+    names = ["mean_loss", *(name for name in TRACED if name not in hidden)]
+    lines, expected = ([[line.get(name) for name in names] for line in traces(on)] for on in (backend, "native"))
+    assert lines == expected and len(lines) == 4 and all(None not in line for line in expected)
 
 
 def test_trace_continues_on_one_process(traces: Any) -> None:
     assert traces("ddp") == traces("stopped") == traces("native")
 
 
-@pytest.mark.parametrize("sharded", ["fsdp", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_replay_measures_losses_of_sharded_weights(sharded: str, launched: Any) -> None:
+@pytest.mark.parametrize("sharded", thinned(["fsdp", "zero3"], ["fsdp"]))
+def test_replay_measures_losses_of_sharded_weights(sharded: str, results: Any) -> None:
     """Of each sample as on one process; norms of gradients are not those of samples there."""
-    _, results = launched
     (expected,), parts = results["measured native"], results[f"measured {sharded}"]
-    assert len(expected["samples"]) == len(expected["losses"]) == len(expected["grad_norms"]) == 7
+    losses = dict(zip(expected["samples"], expected["losses"], strict=True))
+    assert len(losses) == len(expected["grad_norms"]) == 7
     for result in parts:
-        losses = dict(zip(result["samples"], result["losses"], strict=True))
-        assert losses == pytest.approx(dict(zip(expected["samples"], expected["losses"], strict=True)), rel=1e-6)
+        assert dict(zip(result["samples"], result["losses"], strict=True)) == pytest.approx(losses, rel=1e-6)
         assert not result["grad_norms"] and "gradients are added up over ranks" in result["notes"][0]

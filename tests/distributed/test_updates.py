@@ -40,7 +40,6 @@ QUICK = [("adafactor", "fsdp"), ("rprop", "fsdp"), ("adamw", "fsdp"), ("adafacto
 
 
 def train(backend: str, optimizer: str, folder: str) -> dict[str, Any]:
-    """Train for 4 steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     trainer = fit(make_trainer(
@@ -68,8 +67,6 @@ class Tied(nn.Module):
 
 
 class Functional(nn.Module):
-    """A table that no layer holds."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(20, 4).weight
@@ -79,7 +76,6 @@ class Functional(nn.Module):
 
 
 def reject(backend: str, case: str, folder: str) -> dict[str, Any]:
-    """Train what cannot be trained."""
     dtype = DTYPES[dtype_of(backend)]
     model = Bags(True, dtype=dtype) if case == "bags" else {"tied": Tied, "functional": Functional}[case]()
     make_trainer(
@@ -133,7 +129,6 @@ def train_partly(backend: str, when: str) -> dict[str, Any]:
 
 
 def end_of(trainer: Any) -> dict[str, Any]:
-    """Train, and return the error and the steps before it."""
     error = ""
     try:
         trainer.train()
@@ -177,13 +172,11 @@ CHECKED = {
 
 
 def change_on_rank_1(trainer: Any) -> None:
-    """Change a gradient of the second rank in the third step."""
     if trainer.rank == 1 and trainer.progress.step == 2:
         trainer.model[3].weight.grad[0, 5] *= 1.5
 
 
 def check_gradients(backend: str, changes: bool) -> dict[str, Any]:
-    """Train for 4 steps."""
     changing = [callback(on_before_clip=change_on_rank_1)] if changes else []
     return end_of(make_trainer(
         backend, t16(dtype=torch.float32), rows(16, torch.float32), loss_fn=F.mse_loss, batch_size=2, max_steps=4,

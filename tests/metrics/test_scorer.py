@@ -125,7 +125,6 @@ def test_score_methods_callables_and_partials():
 
 
 def arguments_of_call(predictions, labels):
-    """Return the labels and predictions that a function of two arguments gets."""
     calls = []
     make_scorer(lambda y_true, y_pred: calls.append((y_true, y_pred)) or {"x": 1}).compute(predictions, labels)
     return calls[0]
@@ -206,8 +205,6 @@ def test_score_leaves_user_metric_unchanged_and_gathers_nothing():
 
 
 class Largest(torchmetrics.Metric):
-    """A user's own metric, with a maximum as its state."""
-
     def __init__(self):
         super().__init__()
         self.add_state("largest", torch.tensor(float("-inf")), dist_reduce_fx="max")
