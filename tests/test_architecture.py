@@ -18,10 +18,9 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
+from types import CodeType, FrameType, FunctionType
+from typing import Any, NamedTuple
 
 import programs
 import pytest
@@ -55,12 +54,7 @@ NO_TORCH = [
     *(f"omnitrain.checkpoint.{name}" for name in ["lock", "manifest", "safetensors_header", "store"]),
     *(f"omnitrain.core.{path.stem}" for path in sorted((PACKAGE / "core").glob("[!_]*.py"))),
 ]
-TORCH_ON_FIRST_USE = [
-    "omnitrain.cli.main",
-    "omnitrain.cli.checkpoint",
-    "omnitrain.contrib.nnscaler",
-    "omnitrain.cli.launch",
-]
+TORCH_ON_FIRST_USE = [f"omnitrain.{name}" for name in ("cli.main", "cli.checkpoint", "contrib.nnscaler", "cli.launch")]
 HEAVY = {
     "accelerate", "deepspeed", "matplotlib", "optuna", "sklearn", "tensorboard", "transformers", "torchmetrics",
     "wandb", "yaml",
@@ -85,14 +79,11 @@ MAX_SHARED_ATTRIBUTES = 5
 """The most attributes of an object that are assigned by methods of two of its classes."""
 
 
-@dataclass(slots=True, frozen=True)
-class Import:
-    """One name that a module imports."""
+class Import(NamedTuple):
+    """A module that a module imports, whether that ever runs (False under TYPE_CHECKING), and on which line."""
 
     target: str
-    """The module meant: `omnitrain.data` for `from omnitrain.data import windows`."""
     runs: bool
-    """Whether the import is ever run; False under TYPE_CHECKING."""
     line: int
 
 
@@ -111,10 +102,6 @@ def parsed(path: Path) -> ast.Module:
 
 def tree_of(module: str) -> ast.Module:
     return parsed(MODULES[module])
-
-
-def is_type_checking(test: ast.expr) -> bool:
-    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
 def targets_of(module: str, node: ast.Import | ast.ImportFrom) -> list[str]:
@@ -138,7 +125,7 @@ def imports_of(module: str) -> list[Import]:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 for target in targets_of(module, node):
                     yield Import(target, runs, node.lineno)
-            elif isinstance(node, ast.If) and is_type_checking(node.test):
+            elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
                 yield from walk(node.body, False)
                 yield from walk(node.orelse, runs)
             else:
@@ -150,10 +137,7 @@ def imports_of(module: str) -> list[Import]:
 
 def own_imports_of(module: str) -> list[Import]:
     """Return what the module imports from the package; the package itself, which names everything, imports nothing."""
-    if module == "omnitrain":
-        return []
-    targets = [target for target in imports_of(module) if target.target.split(".")[0] == "omnitrain"]
-    return [target for target in targets if target.target != "omnitrain"]
+    return [target for target in imports_of(module) if target.target.startswith("omnitrain.") and module != "omnitrain"]
 
 
 def floor_of(module: str) -> int:
@@ -194,13 +178,12 @@ def imported() -> list[str]:
 
 
 def test_imports_go_down_only() -> None:
-    up = [
+    assert not [
         f"{MODULES[module].name}:{target.line} imports {target.target}"
         for module in MODULES
         for target in own_imports_of(module)
         if floor_of(target.target) > floor_of(module)
     ]
-    assert not up
 
 
 def test_imports_have_no_circles() -> None:
@@ -257,15 +240,10 @@ def test_public_names_can_be_imported() -> None:
         assert name in omnitrain.__all__ or name.startswith("_") or not is_ours, name
     with pytest.raises(AttributeError, match="Trainr"):
         omnitrain.Trainr  # noqa: B018
+    assert importlib.import_module("omnitrain.errors").ConfigError is omnitrain.ConfigError
 
 
-def test_errors_can_be_imported_from_their_public_module() -> None:
-    from omnitrain.errors import ConfigError
-
-    assert ConfigError is omnitrain.ConfigError
-
-
-# Sizes and names
+# Objects and names
 
 
 @functools.cache
@@ -274,14 +252,11 @@ def definitions_in(module: str) -> list[ast.ClassDef | ast.FunctionDef | ast.Asy
     return [node for node in ast.walk(tree_of(module)) if isinstance(node, kinds)]
 
 
-# Objects
-
-
 def classes_of_the_package() -> Iterator[type]:
     for module in MODULES:
-        for value in vars(importlib.import_module(module)).values():
-            if inspect.isclass(value) and value.__module__ == module:
-                yield value
+        for _, kind in inspect.getmembers(importlib.import_module(module), inspect.isclass):
+            if kind.__module__ == module:
+                yield kind
 
 
 def own_bases(kind: type) -> list[type]:
@@ -312,15 +287,10 @@ def test_branches_on_backend_are_few() -> None:
 @functools.cache
 def attributes_written_by(kind: type) -> set[str]:
     """Return the attributes of `self` that the methods of one class body assign."""
-    return {
-        target.attr
-        for node in definitions_in(kind.__module__)
-        if isinstance(node, ast.ClassDef) and node.name == kind.__name__
-        for target in ast.walk(node)
-        if isinstance(target, ast.Attribute)
-        and isinstance(target.ctx, ast.Store)
-        and ast.unparse(target.value) == "self"
-    }
+    bodies = [node for node in definitions_in(kind.__module__) if node.name == kind.__name__]
+    targets = [target for body in bodies for target in ast.walk(body) if isinstance(target, ast.Attribute)]
+    targets = [target for target in targets if isinstance(target.ctx, ast.Store)]
+    return {target.attr for target in targets if ast.unparse(target.value) == "self"}
 
 
 def test_attributes_are_written_by_one_class() -> None:
@@ -346,9 +316,8 @@ def test_variables_are_nouns_for_what_they_hold() -> None:
 
 
 def test_classes_have_names_of_their_own() -> None:
-    counts = collections.Counter(
-        node.name for module in MODULES for node in definitions_in(module) if isinstance(node, ast.ClassDef)
-    )
+    nodes = [node for module in MODULES for node in definitions_in(module) if isinstance(node, ast.ClassDef)]
+    counts = collections.Counter(node.name for node in nodes)
     assert not [name for name, count in counts.items() if count > 1]
 
 
@@ -427,17 +396,17 @@ def test_steps_evaluations_and_checkpoints_enter_few_functions(name: str, tmp_pa
 # Docstrings
 
 
-def public_members(value: type) -> Iterator[str]:
-    for name, member in vars(value).items():
-        is_callable = inspect.isfunction(member) or isinstance(member, property | classmethod | staticmethod)
-        if not name.startswith("_") and (is_callable or isinstance(member, functools.cached_property)):
-            yield name
+DOCUMENTED = FunctionType | property | classmethod | staticmethod | functools.cached_property
 
 
 def test_public_members_have_docstrings() -> None:
     """Those of modules, classes and functions are for ruff, which does not see that an override inherits one."""
-    members = [(kind, name) for kind in classes_of_the_package() for name in public_members(kind)]
-    public = [(kind, name) for kind, name in members if not kind.__name__.startswith("_")]
+    public = [
+        (kind, name)
+        for kind in classes_of_the_package()
+        for name, member in vars(kind).items()
+        if isinstance(member, DOCUMENTED) and not kind.__name__.startswith("_") and not name.startswith("_")
+    ]
     assert public and not [(kind, name) for kind, name in public if not inspect.getdoc(getattr(kind, name))]
 
 

@@ -41,6 +41,7 @@ def fixture_of(script: str, folder: Path = BENCHMARKS) -> Any:
 
     @pytest.fixture(name=script)
     def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+        monkeypatch.setattr(os, "environ", dict(os.environ))  # of which some scripts change some
         monkeypatch.syspath_prepend(str(folder))
         return importlib.import_module(script)
 
@@ -48,7 +49,7 @@ def fixture_of(script: str, folder: Path = BENCHMARKS) -> Any:
 
 
 gpu, throughput, probes = fixture_of("gpu"), fixture_of("throughput"), fixture_of("probes", BENCHMARKS / "peers")
-performance = fixture_of("performance")
+chaos, performance = fixture_of("chaos"), fixture_of("performance")
 
 
 def test_performance_page_has_figures_of_its_file(performance: Any) -> None:
@@ -69,21 +70,19 @@ def test_overhead_and_distributed_measure_every_case(tmp_path: Path) -> None:
     assert {"tensors", "dicts", "transformer", "hf", "hf-transformer", "evaluation", "imports"} <= cases
     (tmp_path / "out.json").unlink()
     rows = figures_of("distributed.py", "--quick", folder=tmp_path)["rows"]
-    variants = {("tiny MLP", "accelerate by hand")}
-    variants |= {(case, "AccelerateTrainer") for case in ("tiny MLP", "small transformer")}
-    assert variants <= {(row["case"], row["variant"]) for row in rows}
+    ours = ("tiny MLP", "AccelerateTrainer"), ("small transformer", "AccelerateTrainer")
+    assert {("tiny MLP", "accelerate by hand"), *ours} <= {(row["case"], row["variant"]) for row in rows}
 
 
 @pytest.mark.slow
 def test_checkpoint_measures_every_case(tmp_path: Path) -> None:
     figures = figures_of("checkpoint.py", "--quick", folder=tmp_path)
-    variants = {(row["case"], row["variant"]) for row in figures["rows"]}
     asynchronous = ("save, on disk", "omnitrain, async_save=True, later")
-    assert {("save", "torch.save"), ("save", "omnitrain"), asynchronous} <= variants
+    variants = {("save", "torch.save"), ("save", "omnitrain"), asynchronous}
+    assert variants <= {(row["case"], row["variant"]) for row in figures["rows"]}
     ours = next(row for row in figures["files"] if row["name"] == "omnitrain")
     assert (ours["failed_save"], ours["flipped_bit"], ours["pickle"]) == ("kept", "noticed", False)
-    reads = figures["seek"]
-    looks = 2 * 32  # for a fingerprint of the data
+    reads, looks = figures["seek"], 2 * 32  # for a fingerprint of the data
     assert reads["omnitrain, from the start, 0 workers"] == 8 + looks
     assert reads["omnitrain, resumed, 0 workers"] == 8 + looks
     assert reads["omnitrain, resumed, 2 workers"] <= 8 * (1 + 2 * 2) + 2 * looks  # what the two workers fetch ahead
@@ -102,15 +101,12 @@ def test_soak_grows_only_history(tmp_path: Path) -> None:
 # --- runs that are interrupted
 
 
-def test_chaos_plan_covers_backends_and_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # of which the script changes some
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    chaos = importlib.import_module("chaos")
+def test_chaos_plan_covers_backends_and_faults(chaos: Any) -> None:
     for seed in range(2):
         plan = chaos.planned(chaos.pairs_of(chaos.BACKENDS, chaos.FAULTS), 30, random.Random(seed))
-        assert {backend for backend, _, _ in plan} == set(chaos.BACKENDS)
-        assert {fault for _, fault, _ in plan} == set(chaos.FAULTS)
-        assert len({(backend, fault) for backend, fault, _ in plan}) == 30
+        backends, faults, _ = zip(*plan, strict=True)
+        assert ({*backends}, {*faults}) == ({*chaos.BACKENDS}, {*chaos.FAULTS})
+        assert len({*zip(backends, faults, strict=True)}) == 30
 
 
 @pytest.mark.slow
@@ -142,11 +138,9 @@ def test_gpu_reports_skipped_tests(tmp_path: Path) -> None:
     assert report["is_complete"] and not report["failed"] and report["about"]["gpu"] is None
     tests, throughput = report["parts"]
     assert (tests["status"], throughput["status"], throughput["reason"]) == ("skipped", "skipped", "no GPU")
-    assert {test["status"] for test in tests["tests"]} == {"skipped"}
-    assert {test["name"].split("::")[0] for test in tests["tests"]} == {
-        f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")
-    }
-    assert all("needs" in test["text"] for test in tests["tests"])
+    files = {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    assert {test["name"].split("::")[0] for test in tests["tests"]} == files
+    assert all(test["status"] == "skipped" and "needs" in test["text"] for test in tests["tests"])
     written = (tmp_path / "out/gpu.md").read_text()
     assert written.strip() in printed
     assert "| throughput | skipped |" in written and " x needs a GPU" in written

@@ -38,14 +38,13 @@ LINKED = {
     for pattern in ("*.md", "docs/*.md", "examples/*.md", "benchmarks/**/*.md", "notebooks/*.ipynb")
     for path in sorted(ROOT.glob(pattern))
 }
+
+
+def text_of(page: str) -> str:
+    return PAGES[page].read_text(encoding="utf-8")
+
+
 FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def fences(text: str, language: str) -> Iterator[tuple[int, str]]:
-    """Yield (line of the file, source) of every fenced block in that language."""
-    for match in FENCE.finditer(text):
-        if match[1].strip() == language:
-            yield text.count("\n", 0, match.start(2)) + 1, match[2]
 
 
 def run_page(path: Path) -> Iterator[tuple[int, re.Match[str] | None, str]]:
@@ -87,7 +86,7 @@ def test_is_same_output() -> None:
 def test_guides_have_examples() -> None:
     guides = ["quickstart", "the-loop", "metrics-and-direction", "extending", "arguments", "choosing", "huggingface"]
     for page in ("README.md", *(f"docs/{name}.md" for name in guides)):
-        assert list(fences(PAGES[page].read_text(encoding="utf-8"), "python")), page
+        assert "\n```python\n" in text_of(page), page
 
 
 LOOKED_UP = {
@@ -99,17 +98,15 @@ LOOKED_UP = {
 def test_guides_are_short() -> None:
     guides = {page for page in PAGES if page.startswith("docs/") and not page.startswith("docs/api-")}
     guides -= {f"docs/{name}.md" for name in LOOKED_UP}
-    assert sum(len(PAGES[page].read_text(encoding="utf-8").split()) for page in guides) <= 45_000
-    sidebar = re.findall(
-        r"```{toctree}\n:hidden:\n(.*?)```", PAGES["docs/index.md"].read_text(encoding="utf-8"), re.DOTALL
-    )
+    assert sum(len(text_of(page).split()) for page in guides) <= 45_000
+    sidebar = re.findall(r"```{toctree}\n:hidden:\n(.*?)```", text_of("docs/index.md"), re.DOTALL)
     assert len(sidebar[0].split("\n\n")[1].split()) == 12, "guides"
 
 
 def test_page_fences_are_known() -> None:
     included = {"{eval-rst}", "{toctree}", "{include} ../README.md", "{include} ../CHANGELOG.md"}
-    for page, path in PAGES.items():
-        languages = {match[1].strip() for match in FENCE.finditer(path.read_text(encoding="utf-8"))}
+    for page in PAGES:
+        languages = {match[1].strip() for match in FENCE.finditer(text_of(page))}
         assert languages <= {"python", "console", "yaml", "text"} | included, page
 
 
@@ -160,8 +157,8 @@ def test_notebooks_have_pages() -> None:
 
 def test_page_names_existing_tests() -> None:
     suite = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/*.py"))
-    for page, path in PAGES.items():
-        for name in re.findall(r"`(test_\w{20,})`", path.read_text(encoding="utf-8")):  # "test_loss" is a metric
+    for page in PAGES:
+        for name in re.findall(r"`(test_\w{20,})`", text_of(page)):  # "test_loss" is a metric
             assert f"def {name}(" in suite, (page, name)
 
 
@@ -178,9 +175,7 @@ def arguments_of(trainer_class: type[BaseTrainer], *shared: str) -> dict[str, st
 
 
 def test_arguments_page_lists_arguments() -> None:
-    chapters = re.split(
-        "\n## AccelerateTrainer\n|\n## HFTrainer\n", PAGES["docs/arguments.md"].read_text(encoding="utf-8")
-    )
+    chapters = re.split("\n## AccelerateTrainer\n|\n## HFTrainer\n", text_of("docs/arguments.md"))
     rows = [re.findall(r"^\| `(\w+)` \| ([^|]+?) \| [^|]+ \|$", text, re.MULTILINE) for text in chapters]
     shared = arguments_of(BaseTrainer)
     assert rows[0] == list(shared.items())
@@ -192,7 +187,7 @@ def test_arguments_page_lists_arguments() -> None:
 
 def named_in(page: str, title: str) -> set[str]:
     """Return what stands in code in the first column of the tables of a chapter, less the values given."""
-    chapter = PAGES[page].read_text(encoding="utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
+    chapter = text_of(page).split(f"\n## {title}\n")[1].split("\n## ")[0]
     first = "".join(row.split("|")[1] for row in chapter.splitlines() if row.startswith("|"))
     return set(re.findall(r"`(\w+)[`=]", first))
 
@@ -201,7 +196,7 @@ def test_huggingface_page_lists_differences() -> None:
     assert set(hf_arguments.UNSUPPORTED) <= named_in("docs/training-arguments.md", "What is rejected")
     older = {*hf_arguments.RENAMED, *hf_arguments.SWITCHES, *hf_arguments.MOVED, *hf_arguments.WITHOUT_EFFECT}
     assert named_in("docs/training-arguments.md", "Older names") == older
-    text = PAGES["docs/huggingface.md"].read_text(encoding="utf-8").split("\n## Overriding\n")[1]
+    text = text_of("docs/huggingface.md").split("\n## Overriding\n")[1]
     assert not [hook for hook in NEVER_CALLED if f"`{hook}`" not in text]
 
 
@@ -216,14 +211,14 @@ def test_trainer_has_signature_of_base() -> None:
 
 
 def test_reference_lists_public_names() -> None:
-    text = "".join(path.read_text(encoding="utf-8") for page, path in PAGES.items() if page.startswith("docs/api-"))
+    text = "".join(text_of(page) for page in PAGES if page.startswith("docs/api-"))
     listed = re.findall(r"^\.\. auto(?:class|function):: omnitrain\.(\w+)", text, re.M)
     assert sorted(listed) == sorted(omnitrain.__all__)
     assert all(getattr(omnitrain, name).__doc__ for name in omnitrain.__all__)
 
 
 def test_loop_page_quotes_event() -> None:
-    text = PAGES["docs/the-loop.md"].read_text(encoding="utf-8")
+    text = text_of("docs/the-loop.md")
     assert "autoclass:: omnitrain.Event\n" in text and "while not stop:" not in text
 
 
@@ -286,7 +281,7 @@ def with_tables(text: str) -> str:
 
 def test_generated_tables_are_current() -> None:
     """If not: `python tests/test_docs.py` writes them anew."""
-    text = PAGES["docs/metric-names.md"].read_text(encoding="utf-8")
+    text = text_of("docs/metric-names.md")
     assert text.count("<!-- made from the code: ") == len(TABLES)
     assert text == with_tables(text)
 

@@ -1,3 +1,4 @@
+import copy
 import os
 import re
 import runpy
@@ -10,6 +11,7 @@ import programs
 import pytest
 import torch
 from marks import thinned
+from recipes import fit
 from safetensors.torch import load_file
 
 from omnitrain import ConfigError, Trainer
@@ -50,22 +52,19 @@ def test_custom_trainer_learns() -> None:
 @pytest.mark.parametrize("infinite_at", [None, 2])
 def test_custom_trainer_scales_loss(infinite_at: int | None) -> None:
     # fp16 itself needs a GPU; a scaler scales on a CPU too, by powers of two, which cost no digit.
-    def trained(scales: bool) -> Any:
+    trainers = []
+    for scales in (False, True):
         torch.manual_seed(0)
-        data = torch.utils.data.TensorDataset(torch.rand(32, 8), torch.randint(0, 3, (32,)))
-        model = torch.nn.Linear(8, 3)
+        data, model = (torch.rand(32, 8), torch.randint(0, 3, (32,))), torch.nn.Linear(8, 3)
         trainer = names_of("custom_trainer.py")["CustomTrainer"](
             model, data, epochs=1, batch_size=8, learning_rate=1e-2, progress_bar=False
         )
         if scales:
             trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-            if infinite_at is not None:
-                calls = iter(range(4))
-                model.weight.register_hook(lambda g: g * torch.inf if next(calls) == infinite_at else g)
-        trainer.train()
-        return trainer
-
-    plain, scaled = trained(False), trained(True)
+            calls = iter(range(4))
+            model.weight.register_hook(lambda g: g * torch.inf if next(calls) == infinite_at else g)  # noqa: B023
+        trainers.append(fit(trainer))
+    plain, scaled = trainers
     if infinite_at is None:
         torch.testing.assert_close(scaled.model.weight, plain.model.weight, rtol=0, atol=0)
         assert (plain.progress.step, scaled.progress.step) == (4, 4)
@@ -84,12 +83,10 @@ def test_multi_task_trainer_uses_task_weights() -> None:
     example = names_of("custom_trainer.py")
     model = example["SharedBody"]({"wine": (13, 3), "cancer": (30, 2)})
     loads = {"wine": example["load_wine"], "cancer": example["load_breast_cancer"]}
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     data = {task: example["load_task"](task, *load(return_X_y=True))[0] for task, load in loads.items()}
     options = {"loss_fn": torch.nn.functional.cross_entropy, "epochs": 1, "learning_rate": 1e-2, "progress_bar": False}
-    trainer = example["MultiTaskTrainer"](model, data, {"wine": 0.0}, **options)
-    trainer.train()
-    state = model.state_dict()
+    state = fit(example["MultiTaskTrainer"](model, data, {"wine": 0.0}, **options)).model.state_dict()
     changed = {name.split(".")[1] for name, tensor in state.items() if not torch.equal(before[name], tensor)}
     assert "cancer" in changed and "wine" not in changed
     with pytest.raises(ConfigError, match="vine"):
@@ -190,12 +187,11 @@ def test_preferences_train_the_policy_only(tmp_path: Path) -> None:
     example = names_of("preferences.py")
     policy = example["GPT2LMHeadModel"](example["GPT2Config"](**example["SHAPE"]))
     unit = example["Preference"](policy)
-    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    before = copy.deepcopy(policy.state_dict())
     texts = {"chosen": example["count"](example["MINUTES"], 1), "rejected": example["count"](example["MINUTES"], -1)}
-    trainer = Trainer(policy, texts, unit=unit, max_steps=2, learning_rate=1e-2, save_dir=tmp_path, progress_bar=False)
-    trainer.train()
-    for name, tensor in unit.reference.state_dict().items():
-        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
+    options: dict[str, Any] = {"max_steps": 2, "learning_rate": 1e-2, "save_dir": tmp_path, "progress_bar": False}
+    trainer = fit(Trainer(policy, texts, unit=unit, **options))
+    torch.testing.assert_close(dict(unit.reference.state_dict()), dict(before), rtol=0, atol=0)
     assert not torch.equal(policy.transformer.wte.weight, before["transformer.wte.weight"])
     optimized = {id(weight) for group in trainer.optimizer.param_groups for weight in group["params"]}
     assert optimized == {id(weight) for weight in policy.parameters()}
@@ -215,13 +211,10 @@ def test_reinforce_plays_with_current_weights(accumulation: int) -> None:
             return super().play()
 
     steps: list[int] = []
-    options: dict[str, Any] = {
-        "epochs": 1,
-        "batch_size": 16 // accumulation,
-        "gradient_accumulation_steps": accumulation,
-    }
-    unit = example["Reinforce"](policy)
-    trainer = Trainer(policy, Watched(policy, rounds=3), unit=unit, learning_rate=1e-2, progress_bar=False, **options)
+    trainer = Trainer(
+        policy, Watched(policy, rounds=3), unit=example["Reinforce"](policy), epochs=1, batch_size=16 // accumulation,
+        gradient_accumulation_steps=accumulation, learning_rate=1e-2, progress_bar=False,
+    )  # fmt: skip
     trainer.train()
     assert steps == [0, 1, 2]
 
@@ -246,8 +239,9 @@ def test_weighted_sampling_raises_balanced_accuracy() -> None:
 def test_three_trainers_agree(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(names_of("three_trainers.py")["main"](epochs=2)) < 1e-6  # the losses and the weights
     steps = [line for line in capsys.readouterr().out.splitlines() if "took it to step" in line]
-    assert [line.split(" ")[0] for line in steps] == ["Trainer", "AccelerateTrainer", "HFTrainer"]
-    assert [line.split("step ")[1].split(",")[0] for line in steps] == ["33 of 94", "65 of 94", "94 of 94"]
+    assert [(line.split(" ")[0], line.split("step ")[1].split(",")[0]) for line in steps] == [
+        ("Trainer", "33 of 94"), ("AccelerateTrainer", "65 of 94"), ("HFTrainer", "94 of 94"),
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ OTHERS: dict[str, Any] = {
     "object": object(), "class": Callback, "type": int, "a loss as a class": nn.CrossEntropyLoss, "module": math,
     "tensor": torch.tensor([1.0, 2.0]), "generator": (x for x in [1]), "path": Path("nowhere"),
     "a list of a class": [Callback], "a layer": nn.ReLU(), "device": torch.device("cpu"), "dtype": torch.float64,
-    "slice": slice(1),     "long string": "x" * 5000,
+    "slice": slice(1), "long string": "x" * 5000,
 }  # fmt: skip
 VALUES = NUMBERS | OTHERS
 SKIPPED = {
@@ -36,10 +36,8 @@ SKIPPED = {
     ("deepspeed_config", "dict"), ("deepspeed_config", "dict of a number"),  # needs processes
 }  # fmt: skip
 ALSO = {
-    "args": ["training_args"],
-    "training_args": ["train_dataset"],
-    "optimization_metric": ["optimization_direction"],
-}
+    "args": ["training_args"], "training_args": ["train_dataset"], "optimization_metric": ["optimization_direction"],
+}  # fmt: skip
 """What an error may name instead."""
 OF_THE_USER = ("data_collator", "loss_fn", "unit", "compute_metrics", "early_stopper", "preprocess_logits_for_metrics")
 """What is called with the user's data, and may raise what it likes there."""
@@ -54,16 +52,11 @@ def outcome(kind: Any, name: str, value: Any) -> str:
     """Return "" if an argument is accepted or rejected well, else what went wrong."""
     options: dict[str, Any] = {
         "model": t16(), "train_dataset": rows(8), "eval_dataset": rows(4), "loss_fn": F.mse_loss, "progress_bar": False,
-        "batch_size": 4, "epochs": 1,
+        "batch_size": 4, "epochs": 1, **({"device": "cpu"} if kind is Trainer else {}),
+        **({"max_steps": 2} if name == "epochs" else {}), **({"save_dir": "run"} if name == "save_total_limit" else {}),
     }  # fmt: skip
-    if kind is Trainer:
-        options["device"] = "cpu"
-    if name == "epochs":
-        options["max_steps"] = 2
     if name in ("train_loader", "eval_loader"):
         del options[name.replace("loader", "dataset")], options["batch_size"]
-    if name == "save_total_limit":
-        options["save_dir"] = "run"
     doing = "constructed"
     try:
         trainer = kind(**{**options, name: value})
@@ -73,18 +66,12 @@ def outcome(kind: Any, name: str, value: Any) -> str:
     except Exception as error:
         if doing == "trained" and name in OF_THE_USER:
             return ""
-        is_ours = isinstance(error, OmnitrainError)
-        is_ours |= isinstance(error, TypeError) and "omnitrain" in traceback_end(error)
+        file = traceback.extract_tb(error.__traceback__)[-1].filename
+        is_ours = isinstance(error, OmnitrainError) or (isinstance(error, TypeError) and "omnitrain" in file)
         is_reported = any(argument in str(error) for argument in (name, *ALSO.get(name, ())))
-        if is_ours and (is_reported or doing == "trained"):
-            return ""
-        return f"{doing}: {type(error).__name__} {str(error)[:150]!r} in {traceback_end(error)}"
+        if not is_ours or not (is_reported or doing == "trained"):
+            return f"{doing}: {type(error).__name__} {str(error)[:150]!r} in {file}"
     return ""
-
-
-def traceback_end(error: BaseException) -> str:
-    """Return the file that an error comes from."""
-    return traceback.extract_tb(error.__traceback__)[-1].filename
 
 
 CASES = [("native", name) for name in arguments_of(Trainer)]

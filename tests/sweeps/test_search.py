@@ -18,17 +18,15 @@ import programs
 import pytest
 import torch
 from marks import thinned
-from recipes import Keyed, KeyedModel, fit, rows, t16
+from recipes import Keyed, KeyedModel, callback, fit, rows, t16
 from torch import nn
 from transformers import TrainingArguments
 
 from omnitrain import (
     AccelerateTrainer,
-    Callback,
     CheckpointError,
     ConfigError,
     HFTrainer,
-    HookCallback,
     SearchResult,
     Trainer,
     search,
@@ -89,17 +87,16 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any
     return trials_of
 
 
-class ActsAt(Callback):
-    """Raises an error at a step, or calls a function."""
+def acts_at(step: int, action: Any) -> dict[str, Any]:
+    """Return the argument for a callback that raises an error at a step, or calls a function."""
 
-    def __init__(self, step: int, action: Any) -> None:
-        self.step, self.action = step, action
+    def act(trainer: Any) -> None:
+        if trainer.progress.step == step and isinstance(action, BaseException):
+            raise action
+        if trainer.progress.step == step:
+            action()
 
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == self.step:
-            if isinstance(self.action, BaseException):
-                raise self.action
-            self.action()
+    return {"callbacks": [callback(on_step_end=act)]}
 
 
 def search_interrupted_at(trial: int, *args: Any, **options: Any) -> None:
@@ -168,8 +165,7 @@ def test_search_grid_tries_every_combination(tmp_path: Path) -> None:
     space = {"learning_rate": [0.1, 0.01], "depth": {"low": 1, "high": 3, "step": 2}}
     result = search(make, space, sampler="grid", save_dir=tmp_path)
     expected = [{"learning_rate": rate, "depth": depth} for rate in (0.1, 0.01) for depth in (1, 3)]
-    assert [trial.params for trial in result.trials] == expected
-    assert tried[1:] == expected  # the first one was made to learn the objective
+    assert [trial.params for trial in result.trials] == tried[1:] == expected  # the first one: to learn the objective
 
 
 def test_search_takes_functions_and_optuna_samplers(tmp_path: Path) -> None:
@@ -190,8 +186,8 @@ def test_search_resumes_interrupted_trial(make: Any, straight: Any, tmp_path: Pa
 
     def interrupted(params: dict[str, Any], folder: Path) -> Any:
         attempts.append((params["learning_rate"], folder.name))
-        callbacks = [ActsAt(12, KeyboardInterrupt())] if folder.name == "trial-0001" and len(attempts) == 3 else []
-        return make(params, folder, callbacks=callbacks)
+        is_cut = folder.name == "trial-0001" and len(attempts) == 3
+        return make(params, folder, **(acts_at(12, KeyboardInterrupt()) if is_cut else {}))
 
     with pytest.raises(KeyboardInterrupt):
         search(interrupted, RATES, trials=2, save_dir=tmp_path)
@@ -211,7 +207,7 @@ def test_search_records_finished_trial_after_kill(straight: Any, tmp_path: Path)
 
 def test_search_restarts_trial_without_checkpoint(straight: Any, tmp_path: Path, recwarn: Any) -> None:
     rarely = functools.partial(native, save_steps=15, keep_best=0, load_best_at_end=False)
-    failing = functools.partial(rarely, callbacks=[ActsAt(12, ZeroDivisionError("at last"))])
+    failing = functools.partial(rarely, **acts_at(12, ZeroDivisionError("at last")))
     search_interrupted_at(0, failing, RATES, trials=2, save_dir=tmp_path)
     assert not list(tmp_path.glob("trial-0000/checkpoint-*"))
     assert shown(search(rarely, RATES, trials=2, save_dir=tmp_path)) == straight()
@@ -220,9 +216,9 @@ def test_search_restarts_trial_without_checkpoint(straight: Any, tmp_path: Path,
 
 def test_search_resumes_after_sigterm_with_the_same_trainer(straight: Any, tmp_path: Path) -> None:
     """Another trainer is rejected, and the trial is not lost by that."""
-    terminates = ActsAt(7, functools.partial(signal.raise_signal, signal.SIGTERM))
+    terminates = acts_at(7, functools.partial(signal.raise_signal, signal.SIGTERM))
     with pytest.raises(SystemExit) as raised:
-        search(functools.partial(native, callbacks=[terminates]), RATES, trials=2, save_dir=tmp_path)
+        search(functools.partial(native, **terminates), RATES, trials=2, save_dir=tmp_path)
     assert raised.value.code == 143
     with pytest.raises(CheckpointError, match="batch_size"):
         search(functools.partial(native, batch_size=5), RATES, trials=2, save_dir=tmp_path)
@@ -288,7 +284,7 @@ def test_search_continues_on_full_disk(
             """From the first step of the first trial to the twelfth of the second."""
             disk["is_full"] = (0, 1) <= (int(folder.name[-1]), trainer.progress.step) < (1, 12) or to_end
 
-        return native(params, folder, callbacks=[HookCallback({"on_step_end": fill})])
+        return native(params, folder, callbacks=[callback(on_step_end=fill)])
 
     with monkeypatch.context() as patch, caplog.at_level("WARNING", "omnitrain"):
         patch.setattr(os, "fsync", fail_if_full)
@@ -308,8 +304,7 @@ def renumbered(content: bytes) -> bytes:
 
 def without_line(content: bytes, number: int) -> bytes:
     lines = content.splitlines(keepends=True)
-    del lines[number]
-    return b"".join(lines)
+    return content.replace(lines[number], b"")
 
 
 DAMAGES: list[tuple[str, Callable[[bytes], bytes | None], str]] = [
@@ -364,8 +359,8 @@ search(dying({trial!r}, {step}), RATES, trials=12, save_dir={folder!r})
 
 def dying(trial: str, step: int) -> Callable[..., Any]:
     """Makes trainers of which that of one trial kills the program at a step."""
-    kill = ActsAt(step, functools.partial(signal.raise_signal, signal.SIGKILL))
-    return lambda params, folder: native(params, folder, callbacks=[kill] if folder.name == trial else [])
+    kill = acts_at(step, functools.partial(signal.raise_signal, signal.SIGKILL))
+    return lambda params, folder: native(params, folder, **(kill if folder.name == trial else {}))
 
 
 @pytest.mark.slow  # test_search_resumes_interrupted_trial is a quick one
@@ -429,21 +424,23 @@ def test_search_continues_after_failed_trial_and_frees_models(tmp_path: Path) ->
         assert not [model for model in models if model() is not None]
         if folder.name == "trial-0000" and models:
             raise ValueError("no such\nmodel")
-        callbacks = [ActsAt(7, ZeroDivisionError("in step 7"))] if folder.name == "trial-0002" else []
-        trainer = native(params, folder, callbacks=callbacks)
+        failing = acts_at(7, ZeroDivisionError("in step 7")) if folder.name == "trial-0002" else {}
+        trainer = native(params, folder, **failing)
         models.append(weakref.ref(trainer.get_model()))
         return trainer
 
     result = search(make, RATES, trials=4, save_dir=tmp_path)
-    assert [trial.state for trial in result.trials] == ["failed", "complete", "failed", "complete"]
-    errors = [(trial.error, trial.step) for trial in result.trials][::2]
-    assert errors == [("ValueError: no such model", 0), ("ZeroDivisionError: in step 7", 7)]
+    assert [(trial.state, trial.error) for trial in result.trials] == [
+        ("failed", "ValueError: no such model"), ("complete", ""), ("failed", "ZeroDivisionError: in step 7"),
+        ("complete", ""),
+    ]  # fmt: skip
+    assert [trial.step for trial in result.trials] == [0, 15, 7, 15]
     assert str(result).splitlines()[-1] == "trial 2: ZeroDivisionError: in step 7"
     assert result.best.number in (1, 3) and len(models) == 4
 
 
 def test_search_raises_after_three_failed_trials(tmp_path: Path) -> None:
-    failing = functools.partial(native, callbacks=[ActsAt(1, ZeroDivisionError("always"))])
+    failing = functools.partial(native, **acts_at(1, ZeroDivisionError("always")))
     with pytest.raises(ZeroDivisionError, match="always") as raised:
         search(failing, RATES, trials=9, save_dir=tmp_path)
     assert "Every trial so far has failed: trial 0: ZeroDivisionError: always; trial 1" in raised.value.__notes__[-1]
@@ -503,11 +500,8 @@ def test_search_rejects_wrong_arguments(options: dict[str, Any], words: str, tmp
 
 
 def test_search_rejects_trained_trainer(tmp_path: Path) -> None:
-    def make_trained(params: dict[str, Any], folder: Path) -> Any:
-        return fit(native(params, folder, epochs=1))
-
     with pytest.raises(ConfigError, match="trial 0 has trained before"):
-        search(make_trained, RATES, trials=1, save_dir=tmp_path)
+        search(lambda params, folder: fit(native(params, folder, epochs=1)), RATES, trials=1, save_dir=tmp_path)
 
 
 def test_search_without_optuna_or_complete_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,27 +524,21 @@ def test_space_suggests_types_of_range() -> None:
     assert all(type(values["large"]) is int for values in suggestions)
 
 
-def seeded(params: dict[str, Any], folder: Path) -> Trainer:
-    torch.manual_seed(params["trainer.seed"])
-    options: dict[str, Any] = {
-        "learning_rate": params["rate"],
-        "loss_fn": torch.nn.functional.mse_loss,
-        "batch_size": 2,
-    }
-    return Trainer(t16(), rows(8), rows(4), save_dir=folder, epochs=1, seed=params["trainer.seed"], **options)
-
-
 def test_search_over_seeds_has_mean_and_deviation(tmp_path: Path) -> None:
-    space = {"rate": [1e-5, 0.05], "trainer.seed": [1, 2, 3]}
-    result = search(seeded, space, sampler="grid", pruner="none", save_dir=tmp_path)
+    def make(params: dict[str, Any], folder: Path) -> Trainer:
+        return native(params, folder, epochs=1, seed=params["trainer.seed"])
+
+    space = {"learning_rate": [1e-5, 0.05], "trainer.seed": [1, 2, 3]}
+    result = search(make, space, sampler="grid", pruner="none", save_dir=tmp_path)
     best, other = result.seed_means
-    scores = [trial.score for trial in result.trials if trial.params["rate"] == best.params["rate"]]
-    assert {best.params["rate"], other.params["rate"]} == {0.05, 1e-5} and best.mean < other.mean
+    rates = [mean.params["learning_rate"] for mean in (best, other)]
+    scores = [trial.score for trial in result.trials if trial.params["learning_rate"] == rates[0]]
+    assert {*rates} == {0.05, 1e-5} and best.mean < other.mean
     assert (best.mean, best.deviation, best.trials) == (statistics.fmean(scores), statistics.stdev(scores), 3)
     assert len(set(scores)) == 3
     last = str(result).splitlines()[-2:]
-    shown = f"rate={best.params['rate']}: loss {best.mean:.4g} ± {best.deviation:.4g} over 3 seeds"
-    assert last[0] == shown and last[1].startswith(f"rate={other.params['rate']}: ")
+    assert last[0] == f"learning_rate={rates[0]}: loss {best.mean:.4g} ± {best.deviation:.4g} over 3 seeds"
+    assert last[1].startswith(f"learning_rate={rates[1]}: ")
     broken = SearchResult([*result.trials[:1], replace(result.trials[1], state="pruned")], "loss", "min", tmp_path)
     assert [(mean.deviation, mean.trials) for mean in broken.seed_means] == [(None, 1)]
     plain = [replace(trial, params={"rate": 1.0}) for trial in result.trials]
