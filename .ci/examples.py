@@ -20,13 +20,15 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 600.0
 LONGEST = ("killed_and_moved.py", "character_model.py")
 """They begin first, so that all workers end together."""
+ARGUMENTS = {"hf": ["--num_train_epochs", "1"]}
+"""What the scripts of a folder are given: more epochs run no other line."""
 
 
 def run(script: Path, output: IO[bytes]) -> None:
     """Run a script as `python SCRIPT` does, with its output in a file; this ends the process."""
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
-    sys.argv, sys.path[0], code = [str(script)], str(script.parent), 0
+    sys.argv, sys.path[0], code = [str(script), *ARGUMENTS.get(script.parent.name, [])], str(script.parent), 0
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as error:

@@ -48,7 +48,7 @@ class Writer(nn.Module):
         return self.head(x)
 
 
-def main(modules: int = 30) -> dict[str, float]:
+def main(modules: int = 15) -> dict[str, float]:
     samples = functions(modules)
     options: Any = {"overlong": "split", "borders": ("position_ids", "sequence_ids")}
     train, valid = (PackedDataset(part, LENGTH, **options) for part in (samples[50:], samples[:50]))

@@ -37,11 +37,9 @@ def rows(size: int = 60, dtype: torch.dtype = torch.float64) -> TensorDataset:
 
 def small_trainer(*algorithms: Any, kind: Any = None, model: Any = None, data: Any = None, **options: Any) -> Any:
     """A silent trainer of the small regression model: by default `Trainer`, for 2 epochs of 16 rows in batches of 4."""
-    kind = kind or omnitrain.Trainer
-    defaults: dict[str, Any] = {"batch_size": 4, "epochs": 2, "learning_rate": 0.1, "progress_bar": False}
-    defaults |= {"device": "cpu"} if kind is omnitrain.Trainer else {}
-    defaults |= {} if "unit" in options else {"loss_fn": F.mse_loss}
-    return kind(model or t16(), data or rows(16), **{**defaults, "algorithms": algorithms, **options})
+    loss = {} if "unit" in options else {"loss_fn": F.mse_loss}
+    options = {"batch_size": 4, "epochs": 2, "learning_rate": 0.1, "algorithms": algorithms, **loss, **options}
+    return trainer_on_cpu(kind or omnitrain.Trainer, model or t16(), data or rows(16), **options)
 
 
 def trainer_on_cpu(kind: Any, model: nn.Module, data: Any = None, **options: Any) -> Any:
@@ -260,7 +258,6 @@ class Trace(Callback):
         self.logs: list[dict[str, Any]] = []
         self.reports: list[tuple[int, dict[str, Any]]] = []
         self.learning_rates: list[float] = []
-        self.grad_norms: list[float] = []
 
     def on_log(self, trainer: Any, logs: Any) -> None:
         self.events.append("log")

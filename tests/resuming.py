@@ -100,16 +100,9 @@ def build(save_dir: Path | None, **options: Any) -> Trainer:
     parts = {name: options.pop(name)() for name in ("model", "dataset", "callbacks", "algorithms") if name in options}
     prepare = options.pop("prepare", lambda trainer: None)
     defaults: dict[str, Any] = {
-        "batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "device": "cpu",
-        "epochs": 3,
-        "eval_dataset": Numbered(9, noisy=False),
-        "learning_rate": 0.05,
-        "log_steps": 2,
-        "loss_fn": F.mse_loss,
-        "progress_bar": False,
-    }
+        "batch_size": 4, "gradient_accumulation_steps": 2, "device": "cpu", "epochs": 3, "learning_rate": 0.05,
+        "eval_dataset": Numbered(9, noisy=False), "log_steps": 2, "loss_fn": F.mse_loss, "progress_bar": False,
+    }  # fmt: skip
     if "train_loader" in options:
         options["train_loader"] = options["train_loader"]()
         del defaults["batch_size"]
@@ -120,13 +113,9 @@ def build(save_dir: Path | None, **options: Any) -> Trainer:
     if options.get("unit"):
         options["unit"] = options["unit"](model)
     trainer = Trainer(
-        model,
-        data,
-        save_dir=save_dir,
-        callbacks=[Rates(), *parts.get("callbacks", ())],
-        algorithms=[Stream(), *parts.get("algorithms", ())],
-        **{**defaults, **options},
-    )
+        model, data, save_dir=save_dir, callbacks=[Rates(), *parts.get("callbacks", ())],
+        algorithms=[Stream(), *parts.get("algorithms", ())], **{**defaults, **options},
+    )  # fmt: skip
     prepare(trainer)
     return trainer
 

@@ -201,13 +201,9 @@ class S3:
 def s3_variables(server: S3) -> dict[str, str]:
     """Return the environment variables by which s3fs connects to the server, without long retries."""
     return {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": server.address,
-        "AWS_MAX_ATTEMPTS": "1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }
+        "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": server.address, "AWS_MAX_ATTEMPTS": "1", "AWS_EC2_METADATA_DISABLED": "true",
+    }  # fmt: skip
 
 
 def shelf_of(folder: Path) -> dict[str, str]:

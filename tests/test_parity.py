@@ -705,15 +705,7 @@ def test_setup_equals_a_loop_by_hand(trainer_class: Any) -> None:
     assert distance(train(trainer_class, "lbfgs", 8).weights, weights(model)) == 0
 
 
-# --- collators that make other rows than samples
-
-
-@pytest.mark.processes
-@quick_on("native")
-def test_sharded_stream_is_the_same_with_workers(trainer_class: Any) -> None:
-    outcome, expected = train(trainer_class, "shards", num_workers=2), straight(trainer_class, "shards")
-    assert (outcome.progress["step"], outcome.progress["samples"]) == (18, 60)
-    assert distance(outcome.weights, expected.weights) <= 1e-12
+# --- batches of any class, and data that end early
 
 
 @dataclass(frozen=True)
@@ -1176,17 +1168,15 @@ def test_run_without_save_dir_ends_on_its_best_or_last_weights(
     trainer_class: Any, is_best: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The evaluations get worse after the second one, since the rate grows; a line of the log reports the weights."""
-    states: dict[int, Any] = {}
+    states, model = dict[int, Any](), Counting(nn.BatchNorm1d(4), t16()).double()
 
-    class Remember(Callback):
-        def on_eval_end(self, trainer: Any, metrics: Any) -> None:
-            states[trainer.progress.step] = copy.deepcopy(trainer.model.state_dict())
+    def remember(trainer: Any, metrics: Any) -> None:
+        states[trainer.progress.step] = copy.deepcopy(model.state_dict())
 
-    model = Counting(nn.BatchNorm1d(4), t16()).double()
     with caplog.at_level("INFO", "omnitrain"):
         trainer = run(
-            trainer_class, model, rows(16), Remember(), eval_dataset=rows(8), eval_steps=1, batch_size=8, max_steps=8,
-            optimizer=partial(torch.optim.SGD, lr=0.02), max_grad_norm=None,
+            trainer_class, model, rows(16), callback(on_eval_end=remember), eval_dataset=rows(8), eval_steps=1,
+            batch_size=8, max_steps=8, optimizer=partial(torch.optim.SGD, lr=0.02), max_grad_norm=None,
             lr_scheduler=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.7**step),
             **({} if is_best else {"load_best_at_end": False}),
         )  # fmt: skip
@@ -1236,19 +1226,14 @@ def test_modes_that_the_user_sets_stay(trainer_class: Any, caplog: pytest.LogCap
 
 def test_modes_that_a_callback_sets_stay(trainer_class: Any) -> None:
     """Between two epochs, and in the next run."""
-    means: list[torch.Tensor] = []
+    means, model = list[torch.Tensor](), with_norm()
 
-    class Freeze(Callback):
-        def on_epoch_end(self, trainer: Any) -> None:
-            trainer.model.norm.eval()
-            means.append(trainer.model.norm.running_mean.clone())
+    def freeze(trainer: Any) -> None:
+        model.norm.eval()
+        means.append(model.norm.running_mean.clone())
 
-        def on_train_start(self, trainer: Any) -> None:
-            if means:
-                trainer.model.norm.eval()
-
-    model = with_norm()
-    trainer = run(trainer_class, model, rows(12), Freeze(), batch_size=4, epochs=2)
+    guest = callback(on_epoch_end=freeze, on_train_start=lambda trainer: model.norm.train(not means))
+    trainer = run(trainer_class, model, rows(12), guest, batch_size=4, epochs=2)
     model.train()
     trainer.train()
     assert len(means) == 4 and all(torch.equal(means[0], mean) for mean in means)
@@ -1285,8 +1270,8 @@ def log_metrics(trainer_class: Any, **metrics: Any) -> None:
 
 
 def cast_inputs(trainer_class: Any) -> None:
-    own = type("Own", (trainer_class,), {"_prepare_batch": lambda self, batch: batch})
-    run(own, t16(), rows(8), dtypes={"inputs": "bf16"})
+    passing = type("Own", (trainer_class,), {"_prepare_batch": lambda self, batch: batch})
+    run(passing, t16(), rows(8), dtypes={"inputs": "bf16"})
 
 
 def classify(trainer_class: Any, dtype: torch.dtype) -> None:
@@ -1421,8 +1406,8 @@ def test_log_of_speed_leaves_out_evaluations_and_saves(
             trainer.evaluate()
             trainer.save_checkpoint()
 
-    trace, steps = Trace(), partial(take, 1)
-    slow = callback(on_step_end=steps, on_eval_end=partial(take, 100), state_dict=lambda: take(1000) or {})
+    trace = Trace()
+    slow = callback(on_step_end=partial(take, 1), on_eval_end=partial(take, 100), state_dict=lambda: take(1000) or {})
     run(
         trainer_class, t16(), rows(48), trace, slow, epochs=1, batch_size=4, log_steps=3, eval_dataset=rows(4),
         eval_steps=2, eval_on_start=True, save_dir=tmp_path, save_steps=5,

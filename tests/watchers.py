@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recipes import fit, subscribe, t16
+from recipes import fit, rows, subscribe, t16
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from omnitrain import (
     Callback,
@@ -78,15 +77,7 @@ def run(make: Callable[..., Any], folder: Path | None) -> Any:
             "callbacks": list(watchers(folder).values()),
         }  # fmt: skip
     torch.manual_seed(1)
-    return fit(make(t16(0.3), _data(28), _data(9), **options))
-
-
-def _data(size: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(size)
-    return TensorDataset(
-        torch.randn(size, 4, generator=generator, dtype=torch.float64),
-        torch.randn(size, 1, generator=generator, dtype=torch.float64),
-    )
+    return fit(make(t16(0.3), rows(28), rows(9), **options))
 
 
 def outcome(trainer: Any) -> dict[str, Any]:
@@ -98,10 +89,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
     }  # fmt: skip
     assert moments
     return {
-        "tensors": {
-            **{name: gather_to_host(tensor) for name, tensor in trainer.backend.model_tensors().items()},
-            **moments,
-        },
+        "tensors": {name: gather_to_host(value) for name, value in trainer.backend.model_tensors().items()} | moments,
         "history": {name: trainer.metrics[name] for name in ("train_metrics_history", "valid", "best_valid")},
     }
 
