@@ -58,7 +58,9 @@ def test_performance_page_has_figures_of_its_file(performance: Any) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("script", thinned([path.name for path in sorted(BENCHMARKS.glob("[!_]*.py"))], ["performance.py"]))
+@pytest.mark.parametrize(
+    "script", thinned([path.name for path in sorted(BENCHMARKS.glob("[!_]*.py"))], ["performance.py"])
+)
 def test_benchmark_starts_outside_of_the_tests(script: str, tmp_path: Path) -> None:
     assert run(BENCHMARKS / script, "--help", cwd=tmp_path).startswith("usage: ")
 
