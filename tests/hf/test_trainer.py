@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from marks import thinned
 from recipes import Keyed, KeyedModel, Noisy, StopAt, Trace, callback, distance, fit, rows, same, setting, t16, weights
 from safetensors.torch import load_file
 from torch import nn
@@ -246,13 +245,12 @@ def test_checkpoint_has_pickles_only_for_a_stock_trainer(arguments: Any, tmp_pat
     assert stock == plain | {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"}
 
 
-@pytest.mark.parametrize("file", thinned(["trainer_state.json", "optimizer.pt"], ["optimizer.pt"]))
-def test_damaged_checkpoint_is_reported_and_skipped_by_auto(arguments: Any, tmp_path: Path, file: str) -> None:
+def test_damaged_checkpoint_is_reported_and_skipped_by_auto(arguments: Any, tmp_path: Path) -> None:
     args = arguments(max_steps=6)
     keyed(args, callbacks=[StopAt(4)], stock_checkpoints=True)
-    damaged = tmp_path / "run" / "checkpoint-4" / file
+    damaged = tmp_path / "run" / "checkpoint-4" / "optimizer.pt"
     damaged.write_bytes(damaged.read_bytes()[:20])
-    with pytest.raises(CheckpointError, match=file):
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt"):
         keyed(args, damaged.parent)
     trace = Trace()
     keyed(args, "auto", callbacks=[trace])
