@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import distance, fit, rows, small_trainer, t16, weights
+from recipes import callback, distance, fit, rows, small_trainer, t16, weights
 from torch import nn
 
 from omnitrain import Algorithm, Callback, MagnitudePruning
@@ -16,14 +16,9 @@ from omnitrain import Algorithm, Callback, MagnitudePruning
 build = functools.partial(small_trainer, max_grad_norm=None)
 
 
-class Zeros(Callback):
-    """Counts after each update the weights of a parameter that are zero."""
-
-    def __init__(self, name: str = "0.weight") -> None:
-        self.name, self.counts = name, list[int]()
-
-    def on_step_end(self, trainer: Any) -> None:
-        self.counts.append(int((trainer.model.get_parameter(self.name) == 0).sum()))
+def counting_zeros(counts: list[int]) -> Any:
+    """Return a callback that counts after each update the weights of the first layer that are zero."""
+    return callback(on_step_end=lambda trainer: counts.append(int((trainer.model[0].weight == 0).sum())))
 
 
 @pytest.mark.parametrize("scope", ["layer", "global"])
@@ -59,15 +54,14 @@ def test_pruning_equals_a_loop_with_masks(scope: Any) -> None:
 
 
 def test_pruned_weights_grow_by_the_cube_and_stay_zero() -> None:
-    zeros = Zeros()
-    pruning = MagnitudePruning(0.5, end="0.5dur", every=1)
-    trainer = fit(build(pruning, epochs=3, optimizer="adam", callbacks=[zeros]))
+    counts, pruning = list[int](), MagnitudePruning(0.5, end="0.5dur", every=1)
+    trainer = fit(build(pruning, epochs=3, optimizer="adam", callbacks=[counting_zeros(counts)]))
     expected = [round(64 * pruning.sparsity_at(step / 5)) for step in range(6)]
-    assert zeros.counts == [*expected, *[32] * 6] and pruning.reached == 0.5
+    assert counts == [*expected, *[32] * 6] and pruning.reached == 0.5
     assert not trainer.model[0]._forward_pre_hooks and list(trainer.model.state_dict()) == list(t16().state_dict())
     assert not (trainer.model[0].bias == 0).any()
     trainer.train()  # another run begins with none
-    assert pruning.reached == 0.5 and zeros.counts[12] < 32 == zeros.counts[-1]
+    assert pruning.reached == 0.5 and counts[12] < 32 == counts[-1]
 
 
 def test_pruned_weights_are_not_exchanged_for_other_zeros() -> None:
@@ -88,11 +82,11 @@ def test_pruned_weights_are_not_exchanged_for_other_zeros() -> None:
 
 
 def test_longer_run_keeps_pruned_weights(tmp_path: Path) -> None:
-    zeros = [Zeros(), Zeros()]
-    for epochs, callback, resume in ((2, zeros[0], None), (4, zeros[1], "last")):
+    counts: list[int] = []
+    for epochs, resume in ((2, None), (4, "last")):
         pruning = MagnitudePruning(0.5, end="1dur", every=1)
-        build(pruning, epochs=epochs, callbacks=[callback], save_dir=tmp_path).train(resume)
-    assert zeros[0].counts[-1] == 32 and zeros[1].counts == [32] * 8
+        build(pruning, epochs=epochs, callbacks=[counting_zeros(counts)], save_dir=tmp_path).train(resume)
+    assert counts[7:] == [32] * 9
 
 
 class Skipping(Algorithm):

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import FailsAt, distance, fit, rows, small_trainer, weights
+from recipes import FailsAt, callback, distance, fit, rows, small_trainer, weights
 from torch import nn
 
-from omnitrain import HookCallback, StochasticDepth
+from omnitrain import StochasticDepth
 
 
 class Block(nn.Module):
@@ -48,7 +48,7 @@ def build(*algorithms: Any, model: nn.Module | None = None, **options: Any) -> A
 def test_run_equals_a_model_without_the_skipped_layers(compile_: Any) -> None:
     trained, model, drawn = Deep(), Deep(), list[list[float]]()
     depth = StochasticDepth([Block], 0.6)
-    draws = HookCallback({"on_step_end": lambda trainer: drawn.append(depth._factors.tolist())})
+    draws = callback(on_step_end=lambda trainer: drawn.append(depth._factors.tolist()))
     options = {"compile": compile_, "eval_dataset": rows(9), "load_best_at_end": False, "callbacks": [draws]}
     metrics = build(depth, model=trained, **options).train()
     optimizer, (x, y) = torch.optim.SGD(model.parameters(), lr=0.1), rows(16).tensors
@@ -73,7 +73,7 @@ def test_run_equals_a_model_without_the_skipped_layers(compile_: Any) -> None:
 
 def test_layers_are_skipped_at_their_rates() -> None:
     depth, drawn = StochasticDepth([r"blocks\.\d"], 0.5, "uniform"), []
-    draws = HookCallback({"on_step_end": lambda trainer: drawn.append(depth._factors.tolist())})
+    draws = callback(on_step_end=lambda trainer: drawn.append(depth._factors.tolist()))
     build(depth, epochs=None, max_steps=150, callbacks=[draws], log_steps=1000).train()
     skipped = (torch.tensor(drawn) == 0).double().mean(dim=0)
     assert ((skipped - 0.5).abs() < 0.12).all() and depth.rates(3) == [0.5] * 3
@@ -86,8 +86,6 @@ def test_model_has_no_hooks_after_a_run() -> None:
         trainer.train()
     assert not any(module._forward_hooks for module in model.modules())
     trainer.train()
-    model, longer = Deep(), Deep()
-    trainer = fit(build(StochasticDepth([Block]), model=model))
+    trainer, longer = fit(build(StochasticDepth([Block]))), fit(build(StochasticDepth([Block]), epochs=3))
     trainer.train(more=1)
-    build(StochasticDepth([Block]), model=longer, epochs=3).train()
-    assert distance(weights(model), weights(longer)) == 0
+    assert distance(weights(trainer.model), weights(longer.model)) == 0

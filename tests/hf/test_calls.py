@@ -445,7 +445,7 @@ def test_compute_loss_without_labels_is_evaluated(arguments: Any) -> None:
 
 
 def sentences(kind: Any, data: Any = None, **options: Any) -> Any:
-    """A trainer of token labels, in one epoch of steps of 8, after its run."""
+    """A trainer of token labels, for one epoch."""
     device = {"device": "cpu"} if kind is Trainer else {}
     options = {"epochs": 1, "learning_rate": 0.05, "progress_bar": False, **device, **options}
     return kind(Tagger(), train_dataset=data or Sentences(24), **options)

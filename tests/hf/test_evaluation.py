@@ -179,11 +179,9 @@ def test_half_precision_evaluation_is_that_of_a_stock_trainer(arguments: Any, na
 
 def test_half_precision_evaluation_leaves_the_weights_unchanged(arguments: Any) -> None:
     """To the bit, after an error too; and evaluations of a run use the weights of the run."""
-    data = Tokens(6, "classes")
-    args = arguments(
-        bf16_full_eval=True, eval_strategy="steps", eval_steps=1, eval_on_start=True, max_steps=2,
-        per_device_eval_batch_size=6, per_device_train_batch_size=6,
-    )  # fmt: skip
+    data, fields = Tokens(6, "classes"), {"per_device_train_batch_size": 6, "max_steps": 2}
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "per_device_eval_batch_size": 6}
+    args = arguments(bf16_full_eval=True, **evaluated, **fields)
     model: Any = bert().float()
     dtypes: list[Any] = []
     model.register_buffer("third", torch.tensor(1 / 3))
@@ -192,9 +190,8 @@ def test_half_precision_evaluation_leaves_the_weights_unchanged(arguments: Any) 
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     evaluates = callback(on_step_end=lambda trainer: trainer.evaluate(data))
     trainer = HFTrainer(model, args, data, data, callbacks=[evaluates])
-    trainer.evaluate()
-    trainer.test(data)
-    trainer.predict(data)
+    for evaluate in (trainer.evaluate, trainer.test, trainer.predict):
+        evaluate(data)
     assert dtypes == [torch.bfloat16] * 3
     with pytest.raises(ZeroDivisionError):
         HFTrainer(model, args, eval_dataset=data, compute_metrics=lambda prediction: 1 / 0).evaluate()
@@ -203,8 +200,7 @@ def test_half_precision_evaluation_leaves_the_weights_unchanged(arguments: Any) 
     dtypes.clear()
     trainer.train()
     assert dtypes == [torch.float32] * 7
-    expected = fit(HFTrainer(bert().float(), arguments(max_steps=2, per_device_train_batch_size=6), data))
-    assert distance(weights(model), weights(expected.model)) == 0
+    assert distance(weights(model), weights(fit(HFTrainer(bert().float(), arguments(**fields), data)).model)) == 0
 
 
 # --- eval_delay, eval_on_start
