@@ -17,20 +17,13 @@ def run(resume_from: Any = None, **options: Any) -> Any:
 
 def test_stopper_gets_step_and_score_and_ends_the_run() -> None:
     calls: list[tuple[int, float]] = []
-
-    def stopper(step: int, score: float) -> bool:
-        calls.append((step, score))
-        return step >= 2
-
-    trainer = run(early_stopper=stopper)
+    trainer = run(early_stopper=lambda *call: calls.append(call) or len(calls) == 2)
     assert trainer.metrics["stop_reason"] == "early_stopping" and trainer.progress.step == 2
     assert calls == [(row["step"], row["eval_loss"]) for row in trainer.metrics["valid"]]
     assert run(patience=-1).progress.epoch == run(patience=None).progress.epoch == 5  # which never stop
 
 
 class Third:
-    """Ends the run at the third evaluation."""
-
     def __init__(self) -> None:
         self.count = 0
 

@@ -10,7 +10,7 @@ from devices import KINDS, make
 from marks import thinned
 from recipes import Trace, callback, no_room, rows, t16
 
-from omnitrain import Callback, ConfigError, MemoryMonitor
+from omnitrain import ConfigError, MemoryMonitor
 from omnitrain.callbacks.memory_monitor import GIB, resident_memory
 from omnitrain.compute.device_runtime import RUNTIMES, DeviceRuntime
 
@@ -28,10 +28,14 @@ def memory_in(trace: Trace, of_process: bool = False) -> list[dict[str, float]]:
 class FakeDevice:
     """A device that counts peaks: of 1 GiB in a step, 2 in an evaluation, 3 in a save."""
 
+    peak = 0
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.peak = 0
         members = {"has_memory_stats": True, "read_peaks": lambda runtime: self.read()}
         monkeypatch.setitem(RUNTIMES, "cpu", type("Runtime", (DeviceRuntime,), members))
+        sizes = {"on_train_start": 9, "on_step_start": 1, "on_eval_start": 2, "on_save_start": 3}
+        functions = {event: lambda trainer, size=size: self.allocate(size) for event, size in sizes.items()}
+        self.callback = callback(order=50, **functions)  # at the start by the rehearsal, which is no part of a phase
 
     def read(self) -> tuple[int, int]:
         peak, self.peak = self.peak, 0
@@ -40,27 +44,19 @@ class FakeDevice:
     def allocate(self, size: int) -> None:
         self.peak = max(self.peak, size * GIB)
 
-    def callback(self) -> Callback:
-        sizes = {"on_train_start": 9, "on_step_start": 1, "on_eval_start": 2, "on_save_start": 3}
-        functions = {event: lambda trainer, size=size: self.allocate(size) for event, size in sizes.items()}
-        return callback(order=50, **functions)  # at the start by the rehearsal, which is no part of a phase
-
 
 @pytest.mark.parametrize("kind", thinned(KINDS, ["native", "hf"]))
 def test_peaks_are_logged_by_phase(kind: str, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     device, trace = FakeDevice(monkeypatch), Trace()
-    with caplog.at_level(logging.INFO, "omnitrain"):
-        make(
-            kind, CPU, t16(), rows(24), rows(8), save_dir=tmp_path, log_steps=2, eval_steps=2, save_steps=4,
-            callbacks=[MemoryMonitor(), trace, device.callback()],
-        ).train()  # fmt: skip
+    caplog.set_level(logging.INFO, "omnitrain")
+    options = {"save_dir": tmp_path, "log_steps": 2, "eval_steps": 2, "save_steps": 4}
+    callbacks = [MemoryMonitor(), trace, device.callback]
+    make(kind, CPU, t16(), rows(24), rows(8), callbacks=callbacks, **options).train()
     first, second, third = memory_in(trace)
     assert first == {"memory_allocated": 9.0, "memory_reserved": 18.0, "memory_train": 1.0}
     # the best of the first evaluation is saved as well
-    assert second == {
-        "memory_allocated": 3.0, "memory_reserved": 6.0, "memory_train": 1.0, "memory_eval": 2.0, "memory_save": 3.0,
-    }  # fmt: skip
-    assert third == second
+    saved = {"memory_allocated": 3.0, "memory_reserved": 6.0, "memory_eval": 2.0, "memory_save": 3.0}
+    assert third == second == {"memory_train": 1.0, **saved}
     assert "Peak memory on rank 0, in GiB: train 1.00, eval 2.00, save 3.00, process" in caplog.text
 
 
@@ -73,49 +69,34 @@ def test_memory_on_a_cpu_is_that_of_the_process(tmp_path: Path) -> None:
     before, _ = resident_memory()
     tensor = torch.ones(32 * 2**20 // 4)
     size, peak = resident_memory()
-    assert size - before > 28 * 2**20 and peak >= size - 2**20
-    del tensor
+    assert size - before > 28 * 2**20 and peak >= size - 2**20 and len(tensor)
     with pytest.raises(ConfigError, match="`snapshot=True` records the allocations of a CUDA device"):
         make("native", CPU, t16(), rows(8), save_dir=tmp_path, callbacks=[MemoryMonitor(snapshot=True)]).train()
 
 
 def test_peaks_of_async_saves_are_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device, trace = FakeDevice(monkeypatch), Trace()
-    make(
-        "native", CPU, t16(), rows(24), save_dir=tmp_path, log_steps=2, save_steps=2, async_save=True,
-        callbacks=[MemoryMonitor(), trace, device.callback()],
-    ).train()  # fmt: skip
+    options = {"save_dir": tmp_path, "log_steps": 2, "save_steps": 2, "async_save": True}
+    make("native", CPU, t16(), rows(24), callbacks=[MemoryMonitor(), trace, device.callback], **options).train()
     assert [sorted(row) for row in memory_in(trace)] == [["memory_allocated", "memory_reserved", "memory_train"]] * 3
     assert memory_in(trace)[1]["memory_train"] == 3.0
 
 
-@pytest.mark.parametrize(
-    ("error", "calls"),
-    [(no_room(), ["record all", "dump", "record None"]), (RuntimeError("another"), ["record all", "record None"])],
-)
-def test_snapshot_is_written_when_memory_runs_out(
-    error: Exception, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorded: list[str] = []
-
-    def record(enabled: str | None = "all", max_entries: int = 0) -> None:
-        recorded.append(f"record {enabled}")
-
-    def dump(path: str) -> None:
-        recorded.append("dump")
-        Path(path).write_bytes(b"")
+@pytest.mark.parametrize("error", [no_room(), RuntimeError("another")], ids=["memory", "other"])
+def test_snapshot_is_written_when_memory_runs_out(error: Exception, tmp_path: Path, monkeypatch: Any) -> None:
+    calls: list[Any] = []
 
     def end(trainer: Any) -> None:
         if trainer.progress.step == 2:
             raise error
 
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled="all", **_: calls.append(enabled))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(Path(path).touch() or "dump"))
     callbacks = [MemoryMonitor(snapshot=True), callback(on_step_end=end)]
     trainer = make("native", CPU, t16(), rows(24), save_dir=tmp_path, callbacks=callbacks)
     monkeypatch.setitem(RUNTIMES, "cpu", type("Runtime", (DeviceRuntime,), {"can_record_memory": True}))
     with pytest.raises(RuntimeError) as caught:
         trainer.train()
-    path = tmp_path / "memory" / "rank0-step2.pickle"
-    assert recorded == calls and path.exists() == ("dump" in calls)
-    assert any(str(path) in note for note in caught.value.__notes__) == ("dump" in calls)
+    path, is_written = tmp_path / "memory" / "rank0-step2.pickle", isinstance(error, torch.OutOfMemoryError)
+    assert calls == (["all", "dump", None] if is_written else ["all", None]) and path.exists() is is_written
+    assert any(str(path) in note for note in caught.value.__notes__) is is_written

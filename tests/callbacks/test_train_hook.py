@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from recipes import rows, same, small_trainer, t16, weights
+from recipes import fit, rows, same, small_trainer, t16, weights
 
 from omnitrain import ConfigError, HookCallback, Trainer, TrainHook
 from omnitrain.core.events import Callback
@@ -27,22 +27,16 @@ def trainer_with(*callbacks: Callback, **options: Any) -> Trainer:
     return small_trainer(data=rows(4), callbacks=callbacks, **options)
 
 
-def writing(calls: list[tuple[Any, ...]], *names: str) -> dict[str, Any]:
-    def hook(name: str) -> Any:
-        return lambda trainer, *details: calls.append((name, *details))
-
-    return {name: hook(name) for name in names or NAMES}
+def writing(calls: list[tuple[Any, ...]]) -> dict[str, Any]:
+    return {name: lambda trainer, *details, name=name: calls.append((name, *details)) for name in NAMES}
 
 
 def test_hooks_are_called_in_the_order_of_nnscaler(tmp_path: Path) -> None:
     calls: list[tuple[Any, ...]] = []
-    callback = HookCallback(writing(calls))
-    trainer = trainer_with(
-        callback, eval_dataset=rows(4), eval_steps=1, save_dir=tmp_path, save_steps=1, log_steps=1, max_grad_norm=1.0
-    )
-    metrics = trainer.train()
-    begin = next(number for number, call in enumerate(calls) if call[0] == "after_setup")
-    names = [call[0] for call in calls]
+    options = {"eval_dataset": rows(4), "eval_steps": 1, "save_steps": 1, "log_steps": 1, "max_grad_norm": 1.0}
+    trainer = fit(trainer_with(HookCallback(writing(calls)), save_dir=tmp_path, **options))
+    names, metrics = [call[0] for call in calls], trainer.metrics
+    begin = names.index("after_setup")
     assert names[begin : begin + len(CALLS)] == CALLS
     assert names[-2:] == ["on_train_end", "on_finalize"]
     of = {name: details for name, *details in calls}
@@ -54,12 +48,11 @@ def test_hooks_are_called_in_the_order_of_nnscaler(tmp_path: Path) -> None:
     assert of["on_val_end"] == [metrics["valid"][0]["eval_loss"]]
     assert float(of["after_gnorm_clip"][0]) == pytest.approx(metrics["train_metrics_history"][0]["grad_norm"])
     trainer.evaluate()
-    assert [call[0] for call in calls[len(names) :]] == []  # no validation of the run
+    assert len(calls) == len(names)  # no validation of the run
 
 
 def test_hooks_may_take_fewer_arguments() -> None:
     calls: list[Any] = []
-
     hooks = {
         "on_train_step_end": lambda trainer, outputs: calls.append(len(outputs)),
         "on_train_step_start": lambda trainer, idx: calls.append(idx),
@@ -72,17 +65,15 @@ def test_hooks_may_take_fewer_arguments() -> None:
 
 
 def test_hooks_change_no_weights_and_keep_no_outputs() -> None:
-    models, outputs = [t16(dropout=0.3), t16(dropout=0.3)], []
+    outputs: list[Any] = []
 
     def refer(trainer: Any, details: Any) -> None:
         outputs.extend(weakref.ref(output.loss) for output in details)
 
-    hooks = dict.fromkeys(NAMES, lambda trainer: None) | {"on_train_step_end": refer}
-    callback = HookCallback(hooks)
-    trainer = trainer_with(callback, model=models[0], epochs=3)  # which is still there below
-    trainer.train()
-    trainer_with(model=models[1], epochs=3).train()
-    assert same(weights(models[0]), weights(models[1]))
+    callback = HookCallback(dict.fromkeys(NAMES, lambda trainer: None) | {"on_train_step_end": refer})
+    trainer = fit(trainer_with(callback, model=t16(dropout=0.3), epochs=3))
+    plain = fit(trainer_with(model=t16(dropout=0.3), epochs=3))
+    assert same(weights(trainer.model), weights(plain.model))
     gc.collect()
     assert len(outputs) == 6 and not any(output() is not None for output in outputs)
 
@@ -90,22 +81,22 @@ def test_hooks_change_no_weights_and_keep_no_outputs() -> None:
 def test_hook_state_is_saved_and_restored(tmp_path: Path) -> None:
     class Counts(TrainHook):
         def __init__(self) -> None:
-            self.steps, self.totals = 0, torch.zeros(2)
+            self.state = {"steps": 0, "totals": torch.zeros(2)}
 
         def after_optimizer_step(self, trainer: Any) -> None:
-            self.steps, self.totals = self.steps + 1, self.totals + 1
+            self.state = {name: value + 1 for name, value in self.state.items()}
 
         def on_save_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
-            checkpoint |= {"steps": self.steps, "totals": self.totals}
+            checkpoint |= self.state
 
         def on_load_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
             assert trainer.progress.step == checkpoint["steps"]
-            self.steps, self.totals = checkpoint["steps"], checkpoint["totals"]
+            self.state = {name: checkpoint[name] for name in self.state}
 
     trainer_with(HookCallback(Counts()), save_dir=tmp_path, epochs=2).train()
     hook = Counts()
     trainer_with(HookCallback(hook), save_dir=tmp_path, epochs=3).train(resume_from="auto")
-    assert hook.steps == 3 and hook.totals.tolist() == [3.0, 3.0]
+    assert hook.state["steps"] == 3 and hook.state["totals"].tolist() == [3.0, 3.0]
 
 
 def test_failing_hooks_and_callbacks_are_reported_by_class() -> None:
@@ -124,17 +115,15 @@ def test_failing_hooks_and_callbacks_are_reported_by_class() -> None:
 
 
 @pytest.mark.parametrize(("name", "reason"), [
-    ("on_epochs_start", "no hook has that name. Did you mean 'on_epoch_start'?"),
+    ("on_epochs_start", r"no hook has that name. Did you mean 'on_epoch_start'\?"),
     ("before_sync_grad", "gradients are averaged over the ranks during the last backward pass"),
-    ("after_aggregate_train_step_outputs", "added up over the ranks only for logs"),
-    ("after_aggregate_val_step_outputs", "added up over the ranks only at its end"),
+    ("after_aggregate_train_step_outputs", ".*added up over the ranks only for logs"),
+    ("after_aggregate_val_step_outputs", ".*added up over the ranks only at its end"),
 ])  # fmt: skip
 def test_hooks_that_are_never_called_are_rejected(name: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match="would never be called") as caught:
+    with pytest.raises(ConfigError, match=f"Mine.{name} would never be called: .*{reason}"):
         type("Mine", (TrainHook,), {name: lambda self, trainer: None})
-    assert f"Mine.{name} would never be called: " in str(caught.value) and reason in str(caught.value)
-    with pytest.raises(ConfigError, match="would never be called") as caught:
+    with pytest.raises(ConfigError, match=f"would never be called.*{reason}"):
         HookCallback({name: print})
-    assert reason in str(caught.value)
     with pytest.raises(ConfigError, match="derived from TrainHook and from Callback"):
         type("Both", (TrainHook, Callback), {})

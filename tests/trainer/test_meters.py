@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import StopAt, Trace, rows, small_trainer, t16
+from recipes import StopAt, Trace, fit, rows, small_trainer, t16
 from torchmetrics import AUROC, MeanMetric, MeanSquaredError, MetricCollection, MinMetric
 
 from omnitrain import Max, StepOutput, Sum
@@ -22,17 +22,17 @@ from omnitrain.trainer.meters import Meters, means_of
 CPU, NAN = torch.device("cpu"), math.nan
 
 
-def test_nan_is_in_the_means_of_its_log_and_epoch_only() -> None:
-    for bad in (NAN, math.inf, -math.inf):
-        meters = Meters(CPU)
-        meters.add({"a": torch.tensor(bad), "b": 1.0}, 2)
-        assert not math.isfinite(meters.means_since_last()["a"])
-        meters.add({"a": 3.0}, 1)
-        assert meters.means_since_last() == {"a": 3.0}
-        assert not math.isfinite(meters.means()["a"]) and meters.means()["b"] == 1.0
-        meters.begin_epoch()
-        meters.add({"a": 5.0}, 1)
-        assert meters.means() == meters.means_since_last() == {"a": 5.0}
+@pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
+def test_nan_is_in_the_means_of_its_log_and_epoch_only(bad: float) -> None:
+    meters = Meters(CPU)
+    meters.add({"a": torch.tensor(bad), "b": 1.0}, 2)
+    assert not math.isfinite(meters.means_since_last()["a"])
+    meters.add({"a": 3.0}, 1)
+    assert meters.means_since_last() == {"a": 3.0}
+    assert not math.isfinite(meters.means()["a"]) and meters.means()["b"] == 1.0
+    meters.begin_epoch()
+    meters.add({"a": 5.0}, 1)
+    assert meters.means() == meters.means_since_last() == {"a": 5.0}
 
 
 def test_scalars_of_all_types_are_accepted() -> None:
@@ -63,12 +63,12 @@ def test_values_and_names_that_are_no_metrics_are_an_error() -> None:
     assert len(meters) == 0
 
 
-def add_all(meters: Meters, batches: list[list[float]], scores: Any) -> None:
+def add_all(meters: Meters, batches: list[list[float]], scores: Any, **more: Any) -> None:
     for batch in batches:
         x = torch.tensor(batch)
         scores.update(x)
         kinds = {"sum": Sum(x.sum()), "total": Sum(len(x), running=True), "max": Max(x.max()), "min": Max(-x.min())}
-        meters.add({**kinds, "object": scores}, len(x))
+        meters.add({**kinds, "object": scores, **more}, len(x))
 
 
 def test_sums_maxima_and_objects_are_those_of_all_batches() -> None:
@@ -118,8 +118,6 @@ def test_kinds_of_metrics_cannot_change() -> None:
 
 
 class FakeRanks(Ranks):
-    """Ranks that combine nothing."""
-
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
 
@@ -127,57 +125,35 @@ class FakeRanks(Ranks):
         return value
 
 
-def test_state_is_restored_on_any_number_of_ranks() -> None:
-    states = []
-    for rank in range(2):
-        meters = Meters(CPU)
-        meters.add({"a": 1.0 + rank}, 1)
-        meters.means_since_last()
-        meters.add({"a": 0.1 * rank, f"only {rank}": NAN}, 3)
-        states.append(meters.state_dict())
-    states = state_dicts.from_json(json.loads(json.dumps(state_dicts.to_json(states, "metrics"))))
-    for world_size in (1, 2, 3):
-        parts = []
-        for rank in range(world_size):
-            meters = Meters(CPU, FakeRanks(rank, world_size))
-            meters.add({"gone": 1.0}, 1)
-            meters.load_state_dict(copy.deepcopy(states))
-            parts.append(meters)
-        means = means_of([meters.sums() for meters in parts])
-        assert means.pop("a") == (1.0 + 2.0 + 3 * 0.1) / 8
-        assert sorted(means) == ["only 0", "only 1"] and all(map(math.isnan, means.values()))
-        assert means_of([meters.means_since_last() for meters in parts])["a"] == 0.1 * 3 / 6
-        assert len(parts[-1]) == {1: 3, 2: 2, 3: 0}[world_size]
-
-
 def test_state_of_every_kind_is_restored() -> None:
-    """And the results of objects, which a resumed run lacks until a forward pass returns them."""
+    """On any number of ranks, with the results of objects, which a resumed run lacks until a pass returns them."""
     states, metric = [], MeanMetric()
     for rank in range(2):
         meters = Meters(CPU)
-        add_all(meters, [[7.0 - rank]], metric)
+        add_all(meters, [[7.0 - rank]], metric, mean=1.0 + rank)
         meters.means_since_last()
-        add_all(meters, [[1.0 + rank, -4.0]], metric)
+        add_all(meters, [[1.0 + rank, -4.0]], metric, mean=0.1 * rank, **{f"only {rank}": NAN})
         states.append(meters.state_dict())
     results = meters.object_results(states)["metric_results"]
     assert results == {"object": {"object": pytest.approx(8 / 6)}}
-    states, results = json.loads(json.dumps([states, results]))
+    states = state_dicts.from_json(json.loads(json.dumps(state_dicts.to_json(states, "metrics"))))
     for world_size in (1, 2, 3):
-        parts = []
-        for rank in range(world_size):
-            parts.append(Meters(CPU, FakeRanks(rank, world_size)))
-            parts[-1].load_state_dict(states, results)
-        expected = {"sum": 8.0, "total": 6.0, "max": 7.0, "min": 4.0}
-        assert means_of([meters.sums() for meters in parts]) == pytest.approx({**expected, "object": 8 / 6})
+        parts = [Meters(CPU, FakeRanks(rank, world_size)) for rank in range(world_size)]
+        for part in parts:
+            part.add({"gone": 1.0}, 1)
+            part.load_state_dict(copy.deepcopy(states), copy.deepcopy(results))
+        means = means_of([part.sums() for part in parts])
+        assert math.isnan(means.pop("only 0")) and math.isnan(means.pop("only 1"))
+        expected = {"sum": 8.0, "total": 6.0, "max": 7.0, "min": 4.0, "mean": 3.2 / 6, "object": 8 / 6}
+        assert means == pytest.approx(expected) and len(parts[-1]) == {1: 8, 2: 7, 3: 0}[world_size]
         add_all(parts[0], [[10.0]], metric)
-        since_log = {"sum": 5.0, "total": 7.0, "max": 10.0, "min": 4.0, "object": pytest.approx(1.0)}
-        assert means_of([meters.sums(0) for meters in parts]) == since_log
-        assert means_of([meters.sums() for meters in parts])["object"] == pytest.approx(18 / 7)
+        since_log = means_of([part.sums(0) for part in parts])
+        expected = {"sum": 5.0, "total": 7.0, "max": 10.0, "min": 4.0, "mean": 0.05, "object": 1.0}
+        assert {name: since_log[name] for name in expected} == pytest.approx(expected)
+        assert means_of([part.sums() for part in parts])["object"] == pytest.approx(18 / 7)
 
 
 class Counts:
-    """A unit whose metrics are of every kind."""
-
     def __init__(self, model: Any) -> None:
         self.model, self.error = model, MeanSquaredError()
 
@@ -195,29 +171,23 @@ def test_counted_metrics_are_exact_and_resumed(trainer_class: Any, stop: int, tm
 
     def train(*callbacks: Any, resume_from: Any = None, **options: Any) -> tuple[Any, list[dict[str, Any]]]:
         trace, model = Trace(), t16()
-        trainer = small_trainer(
-            kind=trainer_class, model=model, data=rows(22), eval_dataset=rows(7), unit=Counts(model), epochs=2,
-            **{"batch_size": 4, "callbacks": [trace, *callbacks], "log_steps": 4, "learning_rate": 0.01, **options},
-        )  # fmt: skip
-        trainer.train(resume_from=resume_from)
-        return trainer, trace.logs
+        options = {"eval_dataset": rows(7), "log_steps": 4, "learning_rate": 0.01, **options}
+        options |= {"kind": trainer_class, "model": model, "unit": Counts(model), "callbacks": [trace, *callbacks]}
+        return fit(small_trainer(data=rows(22), **options), resume_from=resume_from), trace.logs
 
     trainer, logs = train()
-    history = trainer.metrics["train_metrics_history"]
+    history, evaluations = trainer.metrics["train_metrics_history"], trainer.metrics["valid"]
     assert [row["train_rows"] for row in history] == [22, 22] and [row["train_all_rows"] for row in history] == [22, 44]
     assert [row["rows"] for row in logs] == [16, 14, 14] and logs[-1]["all_rows"] == 44
-    assert all(math.isclose(row["mse"], row["loss"], rel_tol=1e-6) for row in logs)
-    assert all(math.isclose(row["train_mse"], row["train_loss"], rel_tol=1e-6) for row in history)
+    for prefix, table in (("", logs), ("train_", history), ("eval_", evaluations)):
+        assert all(math.isclose(row[f"{prefix}mse"], row[f"{prefix}loss"], rel_tol=1e-6) for row in table)
     assert history[0]["train_top"] == max(x[0] for x, _ in rows(22))
-    for row in trainer.metrics["valid"]:
-        assert row["eval_rows"] == row["eval_all_rows"] == 7 and math.isclose(
-            row["eval_mse"], row["eval_loss"], rel_tol=1e-6
-        )
+    assert all(row["eval_rows"] == row["eval_all_rows"] == 7 for row in evaluations)
     split, _ = train(batch_size=2, gradient_accumulation_steps=2)
     for name in ("train_rows", "train_top", "train_all_rows"):
         assert [row[name] for row in split.metrics["train_metrics_history"]] == [row[name] for row in history]
     train(StopAt(stop), save_dir=tmp_path, load_best_at_end=False)
     resumed, logs_after = train(save_dir=tmp_path, load_best_at_end=False, resume_from="auto")
-    assert resumed.metrics["train_metrics_history"] == history and resumed.metrics["valid"] == trainer.metrics["valid"]
+    assert resumed.metrics["train_metrics_history"] == history and resumed.metrics["valid"] == evaluations
     kinds = ("rows", "all_rows", "top", "mse")
     assert [[row[name] for name in kinds] for row in logs_after] == [[row[name] for name in kinds] for row in logs[1:]]
