@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import StopAt, distance, rows, small_trainer, weights
-from tiny import Tokens, bert, gpt, t5
+from recipes import StopAt, distance, fit, rows, small_trainer, weights
+from tiny import bert, gpt, t5
 from torch import nn
 
-from omnitrain import CheckpointError, ConfigError, HFTrainer, MissingExtraError, Trainer
-from omnitrain.checkpoint import state_dicts
+from omnitrain import ConfigError, HFTrainer, MissingExtraError, Trainer
 from omnitrain.optim.build import build_optimizer
 from omnitrain.optim.muon import Muon
 
@@ -26,10 +25,9 @@ def deep() -> nn.Module:
 
 
 def run(kind: Any = Trainer, resume: str | None = None, **options: Any) -> Any:
-    defaults = {"batch_size": 8, "weight_decay": 0.1, "lr_scheduler": "cosine", "log_steps": 1, "optimizer": "muon"}
-    trainer = small_trainer(kind=kind, model=deep(), data=rows(20), **{**defaults, "learning_rate": 0.05, **options})
-    trainer.train(resume_from=resume)
-    return trainer
+    options = {"batch_size": 8, "weight_decay": 0.1, "lr_scheduler": "cosine", "log_steps": 1, **options}
+    options = {"model": deep(), "data": rows(20), "optimizer": "muon", "learning_rate": 0.05, **options}
+    return fit(small_trainer(kind=kind, **options), resume)
 
 
 def matrices_of(model: nn.Module) -> set[str]:
@@ -46,12 +44,12 @@ def test_muon_step_equals_torch_optimizers() -> None:
     pair = [torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **options), torch.optim.AdamW(rest, **options)]
     muon = build_optimizer("muon", ours, 0.05, 0.1)
     x, y = rows(8).tensors
-    for _ in range(3):
-        for model, optimizers in ((ours, [muon]), (theirs, pair)):
+    for model, optimizers in ((ours, [muon]), (theirs, pair)):
+        for _ in range(3):
+            model.zero_grad()
             F.mse_loss(model(x), y).backward()
             for optimizer in optimizers:
                 optimizer.step()
-                optimizer.zero_grad()
     assert distance(weights(ours), weights(theirs)) <= 1e-15
     again = copy.deepcopy(muon)
     assert isinstance(again, Muon) and len(again.state) == len(muon.state) == 6
@@ -68,17 +66,15 @@ def test_muon_skips_embeddings_and_output_layer() -> None:
 
 @pytest.mark.parametrize("trainer_class", [Trainer, HFTrainer])
 def test_muon_resumes_on_every_trainer(trainer_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "omnitrain"):
-        straight = run(trainer_class)
+    caplog.set_level(logging.INFO, "omnitrain")
+    straight = run(trainer_class)
     assert "Muon updates 2 matrices, and AdamW the 4 other parameters: vectors, and 4.weight" in caplog.text
     assert type(straight.optimizer) is Muon and straight.optimizer.param_groups[0]["lr"] == 0.0
-    if trainer_class is not Trainer:
-        assert distance(weights(straight.model), weights(run().model)) == 0
     split = run(trainer_class, batch_size=2, gradient_accumulation_steps=4)
     assert distance(weights(split.model), weights(straight.model)) <= 1e-3  # Muon computes in bfloat16
     run(trainer_class, save_dir=tmp_path, callbacks=[StopAt(2)])
-    resumed = run(trainer_class, "auto", save_dir=tmp_path)
-    assert distance(weights(resumed.model), weights(straight.model)) == 0
+    for trainer in (run(trainer_class, "auto", save_dir=tmp_path), run()):
+        assert distance(weights(trainer.model), weights(straight.model)) == 0
 
 
 def test_muon_with_grad_scaler() -> None:
@@ -94,11 +90,13 @@ def test_muon_with_grad_scaler() -> None:
 
 
 def test_muon_groups_take_options() -> None:
-    trainer = run(
-        param_groups=[{"match": r"^4\.", "betas": (0.8, 0.9)}, {"match": r"^2\.w", "momentum": 0.9}], max_steps=1
-    )
-    options = [group.get("momentum", group.get("betas")) for group in trainer.optimizer.param_groups]
-    assert options == [0.9, 0.95, (0.8, 0.9), (0.9, 0.999)]
+    groups = [{"match": r"^4\.", "betas": (0.8, 0.9)}, {"match": r"^2\.w", "momentum": 0.9}]
+    grouped = run(param_groups=groups, max_steps=1).optimizer
+    kwargs = {"momentum": 0.5, "betas": (0.8, 0.9), "fused": False, "adjust_lr_fn": "original"}
+    common = build_optimizer("muon", deep(), 0.1, 0.0, kwargs)
+    assert [group.get("adjust_lr_fn", group.get("fused")) for group in common.param_groups] == ["original", False]
+    for optimizer, expected in ((grouped, [0.9, 0.95, (0.8, 0.9), (0.9, 0.999)]), (common, [0.5, (0.8, 0.9)])):
+        assert [group.get("momentum", group.get("betas")) for group in optimizer.param_groups] == expected
     for group, words in (
         ({"match": r"^2\.", "betas": (0.8, 0.9)}, "'betas', which is no option of Muon for these parameters"),
         ({"match": r"^2\.w", "momentum": -1.0}, "Muon rejects it: momentum should be >= 0"),
@@ -107,30 +105,10 @@ def test_muon_groups_take_options() -> None:
             run(param_groups=[group])
 
 
-def test_muon_rejects_moments_of_other_shape() -> None:
-    model = deep()
-    optimizer = build_optimizer("muon", model, 0.1, 0.0)
-    model(rows(2).tensors[0]).sum().backward()
-    optimizer.step()
-    tensors, rest = state_dicts.optimizer_state(optimizer, model)
-    for key in ("0.weight/momentum_buffer", "4.weight/exp_avg"):
-        fresh, wrong = deep(), {**tensors, key: torch.zeros(3)}
-        empty = build_optimizer("muon", fresh, 0.1, 0.0)
-        with pytest.raises(CheckpointError, match=f"{key!r} is of shape"):
-            state_dicts.restore_optimizer(empty, fresh, wrong, rest, "it")
-
-
-def test_muon_trains_transformers_model() -> None:
-    trainer = HFTrainer(gpt(), None, Tokens(8), optimizer="muon", max_steps=2, progress_bar=False, learning_rate=1e-3)
-    trainer.train()
-    assert trainer.progress.step == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "package", "kind"),
-    [("lion", "lion_pytorch", "Lion"), ("Lion", "timm.optim", "Lion"),
-     ("paged_adamw_8bit", "bitsandbytes.optim", "PagedAdamW8bit"), ("adamw_torch_8bit", "torchao.optim", "AdamW8bit")],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "package", "kind"), [
+    ("lion", "lion_pytorch", "Lion"), ("Lion", "timm.optim", "Lion"),
+    ("paged_adamw_8bit", "bitsandbytes.optim", "PagedAdamW8bit"), ("adamw_torch_8bit", "torchao.optim", "AdamW8bit"),
+])  # fmt: skip
 def test_optimizer_name_of_other_package(name: str, package: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in {package.partition(".")[0], package}:
         monkeypatch.setitem(sys.modules, path, ModuleType(path))

@@ -11,7 +11,7 @@ from tiny import bert
 from torch import nn
 from transformers import TrainingArguments
 
-from omnitrain import CheckpointError, ConfigError, HFTrainer, LinearScheduler, Trainer, layerwise_decay
+from omnitrain import Callback, CheckpointError, ConfigError, HFTrainer, LinearScheduler, Trainer, layerwise_decay
 from omnitrain.checkpoint.state_dicts import named_parameters
 from omnitrain.optim.param_groups import group_parameters
 
@@ -38,9 +38,7 @@ def groups_of(trainer: Any) -> list[tuple[list[str], float, float]]:
 def test_param_groups_equal_groups_by_hand_and_resume(trainer_class: Any, tmp_path: Path) -> None:
     def by_hand(parameters: Any) -> torch.optim.Optimizer:
         first, *_, last, bias = model.parameters()
-        groups: list[dict[str, Any]] = [
-            {"params": [bias], "weight_decay": 0.0}, {"params": [last], "lr": 0.025}, {"params": [first]}
-        ]  # fmt: skip
+        groups = [{"params": [bias], "weight_decay": 0.0}, {"params": [last], "lr": 0.025}, {"params": [first]}]
         return torch.optim.AdamW(groups, lr=0.05, weight_decay=0.1)
 
     model = t16()
@@ -58,9 +56,8 @@ def test_param_groups_equal_groups_by_hand_and_resume(trainer_class: Any, tmp_pa
 
 
 def test_param_groups_for_every_optimizer(tmp_path: Path) -> None:
-    args = TrainingArguments(
-        str(tmp_path), learning_rate=0.05, weight_decay=0.1, report_to="none", use_cpu=True, optim="adafactor"
-    )
+    options = {"optim": "adafactor", "report_to": "none", "use_cpu": True}
+    args = TrainingArguments(str(tmp_path), learning_rate=0.05, weight_decay=0.1, **options)
     groups = [{"match": r"layer\.1\.", "lr": 0.5}]
     trainer = HFTrainer(bert(num_hidden_layers=2), args, rows(4), param_groups=groups, progress_bar=False)
     assert type(trainer.optimizer).__name__ == "Adafactor"
@@ -68,10 +65,8 @@ def test_param_groups_for_every_optimizer(tmp_path: Path) -> None:
     assert [(rate, decay) for _, rate, decay in named] == [(0.5, 0.1), (0.05, 0.1), (0.5, 0.0), (0.05, 0.0)]
     assert all(("layer.1." in name) is (rate == 0.5) for names, rate, _ in named for name in names)
     assert all("bias" in name or "LayerNorm" in name for names, _, decay in named for name in names if not decay)
-    by_function = make(
-        learning_rate=2e-5, weight_decay=0.0, param_groups=[{"match": "weight", "momentum": 0.5}],
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.9),
-    )  # fmt: skip
+    options = {"learning_rate": 2e-5, "weight_decay": 0.0, "param_groups": [{"match": "weight", "momentum": 0.5}]}
+    by_function = make(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.9), **options)
     assert [group["momentum"] for group in by_function.optimizer.param_groups] == [0.5, 0.9]
 
 
@@ -85,36 +80,27 @@ def test_param_groups_of_tied_and_compiled_models() -> None:
     assert groups_of(trainer)[0][1] == 0.5 and not trainer.get_model()[0].bias.requires_grad
 
 
-WRONG_GROUPS: list[tuple[Any, str]] = [
-    ([{"match": r"^9\.", "lr": 1.0}], r"`param_groups\[0\]`: '\^9.*' is found in no parameter's name.* 0.weight"),
-    ([{"match": ".", "lr": 1.0}, {"match": "bias", "lr": 0.1}], r"\[1\]`: 'bias' is left without a parameter"),
-    ([{"match": "bias", "weigth_decay": 0.0}], r"'weigth_decay', which is no option of AdamW .*'weight_decay'\?"),
-    ([{"match": "bias", "betas": (0.9, 1.5)}], r"AdamW rejects it: Invalid beta parameter at index 1: 1.5"),
-    ([{"match": "bias", "lr": -1.0}], "'lr' must be a finite number of at least 0, got -1.0"),
-    ([{"match": "bias", "lr": 1.0, "lr_scale": 0.1}], "has both 'lr' and 'lr_scale'"),
-    ([{"match": "bias"}], "must have options next to 'match'"),
-    ([{"match": "(", "lr": 1.0}], r"must have a regular expression of parameters' names as 'match', got '\('"),
-    ({"match": "bias", "lr": 1.0}, "`param_groups` must be a list of dicts"),
-    ([], "`param_groups` must be a list of dicts"),
-]
-WRONG_FREEZE: list[tuple[Any, str]] = [
-    (["body"], "`freeze`: 'body' is found in no parameter's name. They are called 0.weight, 0.bias"),
-    (["weight", "bias"], r"`freeze=\['weight', 'bias'\]` leaves no parameter that trains"),
-    *((patterns, "`freeze` must be a list of regular expressions") for patterns in ("weight", ["["], [])),
-]
+LISTS = "must be a list of"
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        *(({"param_groups": groups}, words) for groups, words in WRONG_GROUPS),
-        *(({"freeze": patterns}, words) for patterns, words in WRONG_FREEZE),
-    ],
-)
-def test_param_groups_and_freeze_reject_wrong_values(options: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(("name", "value", "words"), [
+    ("param_groups", [{"match": r"^9\.", "lr": 1.0}], r"\[0\]`: '\^9.*' is found in no parameter's name.* 0.weight"),
+    ("param_groups", [{"match": ".", "lr": 1.0}, {"match": "bias", "lr": 0.1}], "'bias' is left without a parameter"),
+    ("param_groups", [{"match": "bias", "weigth_decay": 0.0}], r"no option of AdamW .*'weight_decay'\?"),
+    ("param_groups", [{"match": "bias", "betas": (0.9, 1.5)}], "AdamW rejects it: Invalid beta .* at index 1: 1.5"),
+    ("param_groups", [{"match": "bias", "lr": -1.0}], "'lr' must be a finite number of at least 0, got -1.0"),
+    ("param_groups", [{"match": "bias", "lr": 1.0, "lr_scale": 0.1}], "has both 'lr' and 'lr_scale'"),
+    ("param_groups", [{"match": "bias"}], "must have options next to 'match'"),
+    ("param_groups", [{"match": "(", "lr": 1.0}], r"must have a regular expression .* as 'match', got '\('"),
+    *(("param_groups", value, f"`param_groups` {LISTS} dicts") for value in ({"match": "bias", "lr": 1.0}, [])),
+    ("freeze", ["body"], "'body' is found in no parameter's name. They are called 0.weight, 0.bias"),
+    ("freeze", ["weight", "bias"], r"`freeze=\['weight', 'bias'\]` leaves no parameter that trains"),
+    *(("freeze", value, f"`freeze` {LISTS} regular expressions") for value in ("weight", ["["], [])),
+])  # fmt: skip
+def test_param_groups_and_freeze_reject_wrong_values(name: str, value: Any, words: str) -> None:
     model = t16()
     with pytest.raises(ConfigError, match=words):
-        make(model=model, optimizer="adamw", **options)
+        make(model=model, optimizer="adamw", **{name: value})
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -128,8 +114,8 @@ def test_param_groups_reject_built_optimizer() -> None:
 
 
 def test_freeze_keeps_parameters(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "omnitrain"):
-        trainer = run(freeze=["bias"], param_groups=[{"match": "bias", "lr": 1.0}, {"match": r"^0\.", "lr": 0.5}])
+    caplog.set_level(logging.INFO, "omnitrain")
+    trainer = run(freeze=["bias"], param_groups=[{"match": "bias", "lr": 1.0}, {"match": r"^0\.", "lr": 0.5}])
     assert [parameter.requires_grad for parameter in trainer.model.parameters()] == [True, False, True, False]
     assert "bias: frozen" in caplog.text and "the rest: 1 tensors, 16 values, lr 0.05" in caplog.text
 
@@ -151,32 +137,22 @@ def test_param_groups_reject_changes_on_resume(trainer_class: Any, tmp_path: Pat
     assert trainer.progress.step == 6
 
 
-class Look(StopAt):
-    """Looks at the optimizer as a resumed run begins."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.rates: list[float] = []
-        self.steps: dict[str, float | None] = {}
-
+class Look(Callback):
     def on_train_start(self, trainer: Any) -> None:
         self.rates = [group["lr"] for group in trainer.optimizer.param_groups]
-        for name, parameter in trainer.model.named_parameters():
-            step = trainer.optimizer.state.get(parameter, {}).get("step")
-            self.steps[name] = None if step is None else float(step)
+        states = {name: trainer.optimizer.state.get(weight, {}) for name, weight in trainer.model.named_parameters()}
+        self.steps = {name: float(state["step"]) if "step" in state else None for name, state in states.items()}
 
 
-@pytest.mark.parametrize("kind", ["StepLR", "in time"])
-def test_param_groups_change_under_a_schedule_in_time_only(kind: str, tmp_path: Path) -> None:
-    schedules = {"StepLR": lambda it: torch.optim.lr_scheduler.StepLR(it, 2), "in time": LinearScheduler()}
-    options = {"save_dir": tmp_path, "lr_scheduler": schedules[kind]}
-    run(**options, callbacks=[StopAt(3)])
+def test_param_groups_change_under_a_schedule_in_time_only(tmp_path: Path) -> None:
     look = Look()
     change = {"param_groups": GROUPS, "resume": "auto", "allow": {"param_groups", "freeze"}, "callbacks": [look]}
-    if kind != "in time":
-        with pytest.raises(CheckpointError, match="another number of parameter groups, and `lr_scheduler` is a sched"):
-            run(**options, **change)
-        return
+    options = {"save_dir": tmp_path / "steps", "lr_scheduler": lambda it: torch.optim.lr_scheduler.StepLR(it, 2)}
+    run(**options, callbacks=[StopAt(3)])
+    with pytest.raises(CheckpointError, match="another number of parameter groups, and `lr_scheduler` is a sched"):
+        run(**options, **change)
+    options = {"save_dir": tmp_path / "time", "lr_scheduler": LinearScheduler()}
+    run(**options, callbacks=[StopAt(3)])
     trainer = run(**options, **change, freeze=["^0.bias"])
     assert look.rates == pytest.approx([0.025, 0.0125, 0.025])
     assert look.steps["0.bias"] is None and look.steps["0.weight"] == 3 and len(trainer.optimizer.state) == 3
@@ -192,17 +168,13 @@ def test_param_groups_are_kept_as_text() -> None:
 
 def test_layer_wise_decay_lowers_rates() -> None:
     model = bert(num_hidden_layers=2)
-    named = named_parameters(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    group_parameters(optimizer, named, layerwise_decay(model, 0.5))
+    group_parameters(optimizer, named_parameters(model), layerwise_decay(model, 0.5))
     rate_of = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in named:
+    for name, parameter in model.named_parameters():
         block = 2 if "layer.1." in name else 1 if "layer.0." in name else 0 if "embeddings" in name else 3
         assert rate_of[id(parameter)] == 0.5 ** (3 - block), name
-
-
-def test_layer_wise_decay_rejects_model_without_blocks() -> None:
     with pytest.raises(ConfigError, match=r"layerwise_decay\(\) finds no blocks in Sequential"):
         layerwise_decay(t16())
     with pytest.raises(ConfigError, match="`decay` must be a finite number above 0 and of at most 1, got 1"):
-        layerwise_decay(bert(num_hidden_layers=2), 1.5)
+        layerwise_decay(model, 1.5)

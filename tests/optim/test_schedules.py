@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from counting import Streamed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipes import StopAt, Trace, rows, same, small_trainer, t16, weights
@@ -18,39 +19,19 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, MultiStepLR, Reduc
 from torch.utils.data import IterableDataset
 
 import omnitrain
-from omnitrain import (
-    CheckpointError,
-    ConfigError,
-    ConstantScheduler,
-    CosineAnnealingScheduler,
-    CosineWithRestartsScheduler,
-    DataError,
-    Duration,
-    ExponentialScheduler,
-    InverseSqrtScheduler,
-    LinearScheduler,
-    MultiStepScheduler,
-    PolynomialScheduler,
-    ProductScheduler,
-    Progress,
-    Schedule,
-    StepScheduler,
-    Trainer,
-    WSDScheduler,
-    preview_schedule,
-)
+from omnitrain import ConfigError, LinearScheduler, MultiStepScheduler, StepScheduler, WSDScheduler, preview_schedule
 from omnitrain.core.duration import Limits
 from omnitrain.optim.build import build_scheduler
-from omnitrain.optim.schedules import NAMED, RunLength, RunPosition, named_schedule
+from omnitrain.optim.schedules import NAMED, RunLength, RunPosition, Schedule, named_schedule
 from omnitrain.trainer import lifecycle
 
 EXAMPLES: list[Schedule] = [
-    ConstantScheduler(warmup=3), LinearScheduler(warmup="0.1dur"), LinearScheduler(t_max="0.5dur", min_lr_rate=0.2),
-    CosineAnnealingScheduler(warmup=5, min_lr=0.01), CosineWithRestartsScheduler(3, warmup="0.2dur"),
-    PolynomialScheduler(2.0, warmup=2), StepScheduler("0.2dur", gamma=0.5),
-    MultiStepScheduler(["0.3dur", "17ba"], gamma=0.1, warmup=4), ExponentialScheduler(0.5, "0.1dur", min_lr_rate=0.1),
-    InverseSqrtScheduler(warmup=4, timescale="9ba"), WSDScheduler("0.2dur", warmup="0.1dur"),
-    WSDScheduler("10ba", kind="exponential", min_lr_rate=0.01), LinearScheduler(warmup=3) * StepScheduler("0.5dur"),
+    omnitrain.ConstantScheduler(warmup=3), LinearScheduler(warmup="0.1dur"), omnitrain.PolynomialScheduler(2, warmup=2),
+    LinearScheduler(t_max="0.5dur", min_lr_rate=0.2), omnitrain.CosineAnnealingScheduler(warmup=5, min_lr=0.01),
+    omnitrain.CosineWithRestartsScheduler(3, warmup="0.2dur"), StepScheduler("0.2dur", gamma=0.5),
+    MultiStepScheduler(["0.3dur", "17ba"], gamma=0.1, warmup=4), omnitrain.InverseSqrtScheduler("9ba", warmup=4),
+    omnitrain.ExponentialScheduler(0.5, "0.1dur", min_lr_rate=0.1), LinearScheduler(warmup=3) * StepScheduler("0.5dur"),
+    WSDScheduler("0.2dur", warmup="0.1dur"), WSDScheduler("10ba", kind="exponential", min_lr_rate=0.01),
 ]  # fmt: skip
 
 
@@ -59,7 +40,6 @@ def optimizer_of(*rates: float) -> torch.optim.Optimizer:
 
 
 def walked(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-    """The rate of each step, and of one after the end."""
     rates = []
     for _ in range(steps + 1):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -71,9 +51,6 @@ def walked(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int) -> list
 def over_steps(schedule: Any, total: int, rate: float = 0.1, **options: Any) -> list[float]:
     optimizer = optimizer_of(rate)
     return walked(build_scheduler(schedule, optimizer, total_steps=total, **options), optimizer, total)
-
-
-# --- values
 
 
 @settings(max_examples=20)
@@ -100,17 +77,13 @@ def test_schedule_names_equal_transformers(case: Any, warmup: int, more: int) ->
 
 
 @settings(max_examples=10)
-@given(
-    st.integers(1, 12), st.floats(0.05, 1.5), st.lists(st.integers(1, 40), max_size=4, unique=True), st.integers(1, 9)
-)
-def test_schedule_steps_equal_torch(size: int, gamma: float, milestones: list[int], period: int) -> None:
-    pairs: list[tuple[Schedule, Any]] = [
+@given(st.integers(1, 12), st.floats(0.05, 1.5), st.lists(st.integers(1, 40), max_size=4, unique=True))
+def test_schedule_steps_equal_torch(size: int, gamma: float, steps: list[int]) -> None:
+    for ours, theirs in (
         (StepScheduler(f"{size}ba", gamma), lambda optimizer: StepLR(optimizer, size, gamma)),
-        (MultiStepScheduler([f"{step}ba" for step in milestones], gamma),
-         lambda optimizer: MultiStepLR(optimizer, milestones, gamma)),
-        (ExponentialScheduler(gamma, f"{period}ba"), lambda optimizer: ExponentialLR(optimizer, gamma ** (1 / period))),
-    ]  # fmt: skip
-    for ours, theirs in pairs:
+        (MultiStepScheduler([f"{step}ba" for step in steps], gamma), lambda it: MultiStepLR(it, steps, gamma)),
+        (omnitrain.ExponentialScheduler(gamma, f"{size}ba"), lambda it: ExponentialLR(it, gamma ** (1 / size))),
+    ):
         optimizer = optimizer_of(0.1)
         assert over_steps(ours, 40) == pytest.approx(walked(theirs(optimizer), optimizer, 40), rel=1e-10)
 
@@ -123,8 +96,7 @@ def test_schedule_wsd(kind: Any, half: float) -> None:
     assert rates[:5] == pytest.approx([0, 0.025, 0.05, 0.075, 0.1])
     assert rates[5:33] == [0.1] * 28 and rates[33] < 0.1
     middle = 0.01 if kind == "exponential" else 0.001 + 0.099 * half  # the root of 0.1 x 0.001
-    assert rates[36] == pytest.approx(middle)
-    assert rates[40:] == pytest.approx([0.001])
+    assert [rates[36], rates[40]] == pytest.approx([middle, 0.001])
 
 
 def test_schedule_milestones_in_units() -> None:
@@ -138,8 +110,10 @@ def test_schedule_milestones_in_units() -> None:
 def test_schedule_min_lr_per_group() -> None:
     optimizer = optimizer_of(0.1, 0.02, 0.0)
     scheduler = build_scheduler("cosine_with_min_lr", optimizer, options={"min_lr": 0.01}, total_steps=10)
+    assert scheduler.state_dict().keys() == LambdaLR(optimizer_of(0.1), lambda _: 1.0).state_dict().keys()
     walked(scheduler, optimizer, 10)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 0.01, 0.0])
+    assert isinstance(scheduler, LambdaLR)
 
 
 @pytest.mark.parametrize("schedule", EXAMPLES, ids=repr)
@@ -156,10 +130,9 @@ def test_schedule_scale_ratio_and_repr(schedule: Schedule) -> None:
 
 
 NEEDED: dict[Any, dict[str, Any]] = {
-    StepScheduler: {"step_size": "4ba"},
-    MultiStepScheduler: {"milestones": ["4ba"]},
-    ExponentialScheduler: {"gamma": 0.5},
-}
+    StepScheduler: {"step_size": "4ba"}, MultiStepScheduler: {"milestones": ["4ba"]},
+    omnitrain.ExponentialScheduler: {"gamma": 0.5},
+}  # fmt: skip
 VALUES: dict[str, Any] = {
     "warmup": "3ba", "min_lr": 2.0, "min_lr_rate": 0.99999, "scale_ratio": 0.5, "t_max": "8ba", "num_cycles": 3,
     "power": 3.0, "gamma": 0.5, "decay_period": "4ba", "timescale": "2ba", "decay": "0.5dur", "kind": "linear",
@@ -173,7 +146,7 @@ VALUES: dict[str, Any] = {
         (kind, field.name)
         for kind in dict.fromkeys(type(part) for schedule in EXAMPLES for part in schedule.parts)
         for field in dataclasses.fields(kind)
-        if field.name not in NEEDED.get(kind, ()) and (kind, field.name) != (ConstantScheduler, "min_lr_rate")
+        if field.name not in NEEDED.get(kind, ()) and (kind, field.name) != (omnitrain.ConstantScheduler, "min_lr_rate")
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
@@ -184,17 +157,6 @@ def test_schedule_arguments_change_the_rates(kind: type[Schedule], name: str) ->
     assert rates[0] != rates[1]
 
 
-def test_schedule_rejects_least_share_of_a_constant_rate() -> None:
-    with pytest.raises(ConfigError, match="has no effect, as the rate never falls"):
-        ConstantScheduler(min_lr_rate=0.1)
-    for name, value in (("warmup", "2ba"), ("min_lr", 0.1), ("min_lr_rate", 0.1), ("scale_ratio", 2.0)):
-        with pytest.raises(ConfigError, match="takes no options"):
-            ProductScheduler((ConstantScheduler(), StepScheduler("2ba")), **{name: value})
-
-
-# --- a function of progress alone
-
-
 PACES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 500), st.floats(0.01, 9)), min_size=5, max_size=40)
 
 
@@ -202,70 +164,42 @@ PACES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 500), st.floats(0.0
 @given(st.sampled_from(EXAMPLES), st.sampled_from(["tok", "sp", "s"]), PACES, st.data())
 def test_schedule_depends_on_progress_only(schedule: Schedule, unit: str, windows: Any, data: Any) -> None:
     """Whatever came before, and whatever steps were skipped, the same progress gives the same rate, to the bit."""
-    totals = dict(zip(("sp", "tok", "s"), map(sum, zip(*windows, strict=True)), strict=True))
-    limits = Limits(max_duration=Duration(max(1, totals[unit]), unit))
-    run_length = RunLength.of(limits)
-    optimizer = optimizer_of(0.1)
-    scheduler = build_scheduler(schedule, optimizer, run_length=run_length)
-    progress = Progress()
-    for samples, tokens, seconds in windows:
-        skipped = data.draw(st.booleans())
-        progress.advance(samples, tokens, skipped)
-        progress.seconds += seconds
+
+    def move(scheduler: Any, is_skipped: bool = False) -> float:
+        if not is_skipped:
+            scheduler.optimizer.step()
         if scheduler.follows:
-            _ = skipped or optimizer.step()
-            scheduler.move(progress, not skipped)
-        elif not skipped:
-            optimizer.step()
+            scheduler.move(progress, not is_skipped)
+        elif not is_skipped:
             scheduler.step()
-        other = optimizer_of(0.1)
-        fresh = build_scheduler(schedule, other, run_length=run_length)
+        return scheduler.optimizer.param_groups[0]["lr"]
+
+    totals = dict(zip(("sp", "tok", "s"), map(sum, zip(*windows, strict=True)), strict=True))
+    run_length = RunLength.of(Limits(max_duration=omnitrain.Duration(max(1, totals[unit]), unit)))
+    scheduler = build_scheduler(schedule, optimizer_of(0.1), run_length=run_length)
+    progress = omnitrain.Progress()
+    for samples, tokens, seconds in windows:
+        is_skipped = data.draw(st.booleans())
+        progress.advance(samples, tokens, is_skipped)
+        progress.seconds += seconds
+        rate = move(scheduler, is_skipped)
+        fresh = build_scheduler(schedule, optimizer_of(0.1), run_length=run_length)
         fresh.last_epoch = progress.step - 1
-        other.step()
-        if fresh.follows:
-            fresh.move(progress, True)
-        else:
-            fresh.step()
-        rate = optimizer.param_groups[0]["lr"]
-        assert rate == other.param_groups[0]["lr"]
+        assert rate == move(fresh)
         assert 0 <= rate <= 0.1 * (1 + 1e-12)
         assert scheduler.last_epoch == progress.step
 
 
-@settings(max_examples=20)
-@given(st.sampled_from(EXAMPLES), st.integers(20, 60))
-def test_schedule_in_tokens_equals_steps(schedule: Schedule, total: int) -> None:
-    run_length = RunLength.of(Limits(max_duration=f"{total * 64}tok"))
-    if any(not float(length.exact * total).is_integer() for length in schedule.lengths() if length.unit == "dur"):
-        return  # in steps, a length that ends inside of one ends with it
-    for step in range(total + 1):
-        by_steps = schedule.factor(RunPosition(RunLength("ba", total), step), 0.1)
-        scheduler = build_scheduler(schedule, optimizer_of(0.1), run_length=run_length)
-        if scheduler.follows:
-            scheduler.last_epoch = step - 1
-            scheduler.optimizer.step()
-            scheduler.move(Progress(step=step, samples=4 * step, tokens=64 * step), True)
-            rate = scheduler.optimizer.param_groups[0]["lr"]
-            assert rate == pytest.approx(0.1 * by_steps, rel=1e-9, abs=1e-12)
-
-
-# --- runs
-
-
 class Endless(IterableDataset[Any]):
-    """A stream of unknown length."""
-
     def __iter__(self) -> Any:
         while True:
             yield from zip(*rows(32).tensors, strict=True)
 
 
-def rates_of(
-    data: Any, save_dir: Path | None = None, stop: int = 0, resume: Any = None, times: int = 1, **options: Any
-) -> Any:
+def rates_of(data: Any, folder: Any = None, stop: int = 0, resume: Any = None, times: int = 1, **options: Any) -> Any:
     trace = Trace()
-    options = {"learning_rate": 0.05, "log_steps": 1, "epochs": None, **options}
-    trainer = small_trainer(data=data, save_dir=save_dir, callbacks=[trace, StopAt(stop)], **options)
+    options = {"learning_rate": 0.05, "log_steps": 1, "epochs": None, "save_dir": folder, **options}
+    trainer = small_trainer(data=data, callbacks=[trace, StopAt(stop)], **options)
     for _ in range(times):
         trainer.train(resume_from=resume)
     return trainer, [row["learning_rate"] for row in trace.logs]
@@ -275,13 +209,11 @@ def test_schedule_by_clock_reaches_end(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(lifecycle.time, "perf_counter", lambda: clock[0])
 
-    class Waiting(Endless):
-        def __iter__(self) -> Any:
-            for row in super().__iter__():
-                clock[0] += 0.25
-                yield row
+    def collate(samples: Any) -> Any:
+        clock[0] += 1
+        return torch.utils.data.default_collate(samples)
 
-    trainer, rates = rates_of(Waiting(), max_duration="10s", lr_scheduler="linear")
+    trainer, rates = rates_of(Endless(), max_duration="10s", lr_scheduler="linear", data_collator=collate)
     assert rates[0] == 0.05 and rates == sorted(rates, reverse=True) and rates[-1] <= 0.01
     assert trainer.optimizer.param_groups[0]["lr"] == 0.0
 
@@ -291,19 +223,12 @@ def test_schedule_restarts_with_second_training() -> None:
     assert rates == pytest.approx([0.05, 0.04, 0.03, 0.02, 0.01] * 2)
 
 
-class TwoSteps(Endless):
-    """Eight rows an epoch."""
-
-    def __iter__(self) -> Any:
-        yield from zip(*rows(8).tensors, strict=True)
-
-
 def test_schedule_per_epoch() -> None:
     drops = MultiStepScheduler(["2ep"], gamma=0.5)
     for data, length, schedule, expected in (
         (rows(8), {"epochs": 4}, drops, [1, 1, 0.5, 0.5]),
         (rows(8), {"max_duration": "32sp"}, LinearScheduler(), [1, 0.75, 0.5, 0.25]),
-        (TwoSteps(), {"max_duration": "32sp"}, drops * LinearScheduler(), [1, 0.75, 0.25, 0.125]),
+        (Streamed(rows(8)), {"max_duration": "32sp"}, drops * LinearScheduler(), [1, 0.75, 0.25, 0.125]),
     ):
         _, rates = rates_of(data, lr_scheduler=schedule, scheduler_interval="epoch", **length)
         assert rates == pytest.approx([0.05 * factor for factor in expected for _ in range(2)])
@@ -312,10 +237,7 @@ def test_schedule_per_epoch() -> None:
 @pytest.mark.parametrize("common", [
     {"lr_scheduler": LinearScheduler(warmup="1ep"), "max_duration": "120sp"},
     {"lr_scheduler": StepScheduler("1ep"), "max_steps": 20},
-    {
-        "lr_scheduler": "multistep", "lr_scheduler_kwargs": {"milestones": ["1ep", "60sp"]}, "warmup_steps": 2,
-        "max_duration": "120sp",
-    },
+    {"lr_scheduler": MultiStepScheduler(["1ep", "60sp"], warmup=2), "max_duration": "120sp"},
     {"lr_scheduler": "linear", "scheduler_interval": "epoch", "epochs": 3},
 ])  # fmt: skip
 def test_schedule_of_growing_batch(common: dict[str, Any]) -> None:
@@ -338,17 +260,11 @@ def test_schedule_class_path_with_options() -> None:
     assert (type(scheduler), scheduler.patience) == (ReduceLROnPlateau, 3)
 
 
-# --- a longer run
-
-
-@pytest.mark.parametrize(
-    ("data", "schedule", "unit", "lengths", "words"),
-    [
-        (rows(16), LinearScheduler(), "epochs", (2, 4), "since .* 16 steps now .*8 steps"),
-        (Endless(), LinearScheduler(), "max_duration", ("32sp", "64sp"), "max_duration='64sp' now .*='32sp'"),
-        (rows(16), WSDScheduler("0.25dur"), "epochs", (2, 4), ""),  # its decay has not begun
-    ],
-)
+@pytest.mark.parametrize(("data", "schedule", "unit", "lengths", "words"), [
+    (rows(16), LinearScheduler(), "epochs", (2, 4), "since .* 16 steps now .*8 steps"),
+    (Endless(), LinearScheduler(), "max_duration", ("32sp", "64sp"), "max_duration='64sp' now .*='32sp'"),
+    (rows(16), WSDScheduler("0.25dur"), "epochs", (2, 4), ""),  # its decay has not begun
+])  # fmt: skip
 def test_schedule_extension_warns_of_jump(
     data: Any, schedule: Schedule, unit: str, lengths: Any, words: str, tmp_path: Path, caplog: Any
 ) -> None:
@@ -362,10 +278,10 @@ def test_schedule_extension_warns_of_jump(
 
 
 def test_schedule_options_are_compared_on_resume(tmp_path: Path) -> None:
-    options = {"lr_scheduler": "cosine", "epochs": 2}
-    rates_of(rows(16), tmp_path, 4, lr_scheduler_kwargs={"min_lr": 0.01}, **options)
-    with pytest.raises(CheckpointError, match=r"lr_scheduler_kwargs: \{'min_lr': 0.01\} -> \{'min_lr': 0.02\}"):
-        rates_of(rows(16), tmp_path, resume="auto", lr_scheduler_kwargs={"min_lr": 0.02}, **options)
+    options = {"lr_scheduler": "cosine", "epochs": 2, "save_dir": tmp_path}
+    rates_of(rows(16), stop=4, lr_scheduler_kwargs={"min_lr": 0.01}, **options)
+    with pytest.raises(omnitrain.CheckpointError, match=r"kwargs: \{'min_lr': 0.01\} -> \{'min_lr': 0.02\}"):
+        rates_of(rows(16), resume="auto", lr_scheduler_kwargs={"min_lr": 0.02}, **options)
 
 
 def test_schedule_warns_of_late_milestone(caplog: pytest.LogCaptureFixture) -> None:
@@ -378,11 +294,10 @@ def test_schedule_warns_of_late_milestone(caplog: pytest.LogCaptureFixture) -> N
         assert {text.split("'")[1] for text in caplog.messages if "after the end of the run" in text} == late
 
 
-# --- errors
-
-
 TWO = LinearScheduler(warmup=2)
-WRONG: list[tuple[dict[str, Any], str]] = [
+
+
+@pytest.mark.parametrize(("options", "words"), [
     ({"lr_scheduler_kwargs": {"min_lr": 1e-3}}, "`lr_scheduler_kwargs=.*neither name nor class"),
     ({"lr_scheduler": TWO, "lr_scheduler_kwargs": {"min_lr": 1e-3}}, "`lr_scheduler_kwargs=.*has no"),
     ({"lr_scheduler": "cosine", "lr_scheduler_kwargs": {"min_rl": 1}}, "'min_rl'.*'cosine'` takes.*mean 'min_lr'"),
@@ -396,21 +311,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"lr_scheduler": WSDScheduler("0.7dur", warmup="0.5dur")}, "take 3 [+] 5 steps, and there are 6"),
     ({"lr_scheduler": "cosine", "lr_scheduler_kwargs": {"min_lr": 0.1}}, "min_lr=0.1` is not below.*0.05"),
     ({"data": Endless(), "lr_scheduler": "wsd"}, "the data has no length"),
-    (
-        {"data": Endless(), "epochs": None, "max_duration": "9sp", "lr_scheduler": StepScheduler("2ep")},
-        "counts epochs .'2ep'., but the data has no length",
-    ),
+    ({"data": Endless(), "epochs": None, "max_duration": "9sp", "lr_scheduler": StepScheduler("2ep")}, "epochs .'2ep'"),
     ({"lr_scheduler": "omnitrain.Trainer"}, "not a subclass of .*LRScheduler or .*Schedule"),
-]
-
-
-@pytest.mark.parametrize(("options", "words"), WRONG)
+])  # fmt: skip
 def test_schedule_rejects_wrong_options(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         small_trainer(**{"data": rows(8), "learning_rate": 0.05, "epochs": 3, **options})
 
 
-WRONG_VALUES: list[tuple[Any, str]] = [
+@pytest.mark.parametrize(("make", "words"), [
     (lambda: MultiStepScheduler([30, 80]), "`MultiStepScheduler.milestones` must say what it counts, got 30"),
     (lambda: MultiStepScheduler("0.3dur"), "must be a list of durations"),
     (lambda: StepScheduler("3ep", gamma=0), "`StepScheduler.gamma` must be a finite number above 0, got 0"),
@@ -419,16 +328,16 @@ WRONG_VALUES: list[tuple[Any, str]] = [
     (lambda: LinearScheduler(min_lr=0.1, min_lr_rate=0.1), "are both given"),
     (lambda: LinearScheduler(min_lr_rate=1.0), "at least 0 and below 1, got 1.0"),
     (lambda: LinearScheduler(warmup=0.1, scale_ratio=0.5), "scale_ratio=0.5` has no effect: .*'500ba'"),
+    (lambda: omnitrain.ConstantScheduler(min_lr_rate=0.1), "has no effect, as the rate never falls"),
+    *((lambda option=option: omnitrain.ProductScheduler((TWO, TWO), **dict([option])), "takes no options")
+      for option in (("warmup", "2ba"), ("min_lr", 0.1), ("min_lr_rate", 0.1), ("scale_ratio", 2.0))),
     (lambda: named_schedule("wds"), "Did you mean 'wsd'"),
     (lambda: preview_schedule("linear"), "Nothing would end this run"),
     (lambda: preview_schedule("linear", epochs=2), "Give `steps_per_epoch`, or `max_steps`"),
     (lambda: preview_schedule("linear", max_duration="1h", warmup_steps=9), "Pass `seconds_per_step`"),
     (lambda: named_schedule("cosine", [("min_lr", 0.1)]), r"`lr_scheduler_kwargs` must be a dict .* got \[\('min_lr'"),
     (lambda: named_schedule("cosine", "min_lr"), "`lr_scheduler_kwargs` must be a dict"),
-]
-
-
-@pytest.mark.parametrize(("make", "words"), WRONG_VALUES)
+])  # fmt: skip
 def test_schedule_rejects_wrong_values(make: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
@@ -436,32 +345,21 @@ def test_schedule_rejects_wrong_values(make: Any, words: str) -> None:
 
 def test_schedule_rejects_missing_tokens_and_custom_epochs() -> None:
     model = t16()
-    with pytest.raises(DataError, match=r"`lr_scheduler=LinearScheduler\(\)` follows the tokens.*batches have none"):
+    with pytest.raises(omnitrain.DataError, match=r"LinearScheduler\(\)` follows the tokens.*batches have none"):
         rates_of(Endless(), model=model, max_duration="99tok", lr_scheduler="linear")
     assert same(weights(model), weights(t16()))
-
-    class CustomEpoch(Trainer):
-        def _train_epoch(self, epoch: int) -> float:
-            return 0.0
-
-    options = {"kind": CustomEpoch, "data": Endless(), "epochs": None, "lr_scheduler": "linear"}
-    with pytest.raises(
-        ConfigError, match="follows samples, tokens or time, which nothing counts in a custom `_train_epoch`"
-    ):
+    custom = type("Own", (omnitrain.Trainer,), {"_train_epoch": lambda self, epoch: 0.0})
+    options = {"kind": custom, "data": Endless(), "epochs": None, "lr_scheduler": "linear"}
+    with pytest.raises(ConfigError, match="follows samples, tokens or time, which nothing counts in a custom `_tra"):
         small_trainer(**options, max_duration="99sp")
     small_trainer(**options, max_steps=9)
 
 
-# --- a look before the run
-
-
 def test_preview_equals_run(tmp_path: Path) -> None:
-    examples: dict[str, Any] = {
-        "cosine_with_min_lr": {"min_lr": 0.01}, "step": {"step_size": "3ba"}, "multistep": {"milestones": ["3ba"]},
-        "exponential": {"gamma": 0.5},
-    }  # fmt: skip
+    needed = {"step": {"step_size": "3ba"}, "multistep": {"milestones": ["3ba"]}, "exponential": {"gamma": 0.5}}
+    needed["cosine_with_min_lr"] = {"min_lr": 0.01}
     for name in NAMED:
-        options: dict[str, Any] = {"lr_scheduler_kwargs": examples.get(name, {}), "warmup_steps": 2, "epochs": 2}
+        options: dict[str, Any] = {"lr_scheduler_kwargs": needed.get(name, {}), "warmup_steps": 2, "epochs": 2}
         _, rates = rates_of(rows(12), lr_scheduler=name, **options)
         preview = preview_schedule(name, learning_rate=0.05, steps_per_epoch=3, rows=7, **options)
         assert preview.rates[:-1] == rates, name
@@ -478,9 +376,3 @@ def test_preview_takes_pace() -> None:
         preview = preview_schedule("constant", max_duration=duration, warmup_steps=4, rows=9, **pace)
         assert preview.rates == [0, 0.25, 0.5, 0.75, 1, 1, 1, 1, 1] and preview.unit == unit
     assert str(preview).splitlines()[0].split() == ["run", "samples", "learning", "rate"]
-
-
-def test_schedule_is_torch_scheduler() -> None:
-    scheduler = build_scheduler("wsd", optimizer_of(0.1), total_steps=10)
-    assert isinstance(scheduler, LambdaLR)
-    assert scheduler.state_dict().keys() == LambdaLR(optimizer_of(0.1), lambda _: 1.0).state_dict().keys()
