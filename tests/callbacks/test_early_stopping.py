@@ -10,7 +10,6 @@ from omnitrain import EarlyStopping
 
 
 def run(resume_from: Any = None, **options: Any) -> Any:
-    """Train for 5 epochs of one step and one evaluation."""
     options = {"data": rows(8), "eval_dataset": rows(4), "batch_size": 8, "epochs": 5, **options}
     return fit(small_trainer(**options), resume_from=resume_from)
 

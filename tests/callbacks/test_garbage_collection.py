@@ -18,8 +18,6 @@ CPU = torch.device("cpu")
 
 
 class Watches(Callback):
-    """Notes in each step whether the automatic collection is enabled, and what is collected after which step."""
-
     def __init__(self) -> None:
         self.states: list[bool] = []
         self.collected: list[tuple[int, int]] = []

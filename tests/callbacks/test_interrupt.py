@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +15,9 @@ from omnitrain.trainer.feed import Feed
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has other signals")
 
-NOTICE = "{}: finishing the current step. Send it again to exit at once.\n"
-
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A clock that stands still."""
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("omnitrain.distributed.signals.time", clock)
     return clock
@@ -34,47 +32,40 @@ def trainer() -> Any:
 def interrupt(trainer: Any, clock: Any) -> Iterator[Interrupt]:
     interrupt = Interrupt()
     interrupt.on_train_start(trainer)
-    try:
-        yield interrupt
-    finally:
-        interrupt.on_train_end(trainer)
-
-
-def send(number: int) -> None:
-    os.kill(os.getpid(), number)
+    yield interrupt
+    interrupt.on_train_end(trainer)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_same_signal_within_half_a_second_is_one_request(
     number: signal.Signals, interrupt: Interrupt, trainer: Any, clock: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    send(number)
+    signal.raise_signal(number)
     clock.now += 0.49
-    send(number)
+    signal.raise_signal(number)
     assert trainer.control.stop == "signal"
-    assert capfd.readouterr().err == NOTICE.format(number.name)
+    notice = f"{number.name}: finishing the current step. Send it again to exit at once.\n"
+    assert capfd.readouterr().err == notice
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "seconds", "error"),
-    [(signal.SIGTERM, signal.SIGTERM, 0.51, SystemExit), (signal.SIGINT, signal.SIGINT, 0.51, KeyboardInterrupt),
-     (signal.SIGTERM, signal.SIGINT, 0.0, KeyboardInterrupt)],
-)  # fmt: skip
-def test_second_signal_exits_at_once(
-    first: int, second: int, seconds: float, error: type[BaseException], interrupt: Interrupt, clock: Any
-) -> None:
-    send(first)
+@pytest.mark.parametrize(("first", "second", "seconds", "error"), [
+    (signal.SIGTERM, signal.SIGTERM, 0.51, SystemExit), (signal.SIGINT, signal.SIGINT, 0.51, KeyboardInterrupt),
+    (signal.SIGTERM, signal.SIGINT, 0.0, KeyboardInterrupt),
+])  # fmt: skip
+@pytest.mark.usefixtures("interrupt")
+def test_second_signal_exits_at_once(first: int, second: int, seconds: float, error: Any, clock: Any) -> None:
+    signal.raise_signal(first)
     clock.now += seconds
     with pytest.raises(error):
-        send(second)
+        signal.raise_signal(second)
 
 
 def test_signals_of_an_earlier_run_do_not_count(interrupt: Interrupt, trainer: Any, clock: Any) -> None:
-    send(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     interrupt.on_train_end(trainer)
     trainer.control.stop = ""
     interrupt.on_train_start(trainer)
-    send(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     assert trainer.control.stop == "signal"
 
 
@@ -93,11 +84,11 @@ def in_a_fork(action: Any) -> int:
 @pytest.mark.processes
 def test_forked_processes_ignore_all_signals_but_sigterm(interrupt: Interrupt, trainer: Any, capfd: Any) -> None:
     def receive(number: int) -> bool:
-        send(number)
+        signal.raise_signal(number)
         return bool(trainer.control.stop or trainer.control.save or interrupt.error)
 
     codes = [in_a_fork(lambda number=number: receive(number)) for number in (signal.SIGINT, signal.SIGUSR1)]
-    assert codes == [0, 0] and in_a_fork(lambda: send(signal.SIGTERM)) == -signal.SIGTERM
+    assert codes == [0, 0] and in_a_fork(lambda: signal.raise_signal(signal.SIGTERM)) == -signal.SIGTERM
     assert capfd.readouterr().err == ""
 
 
@@ -109,8 +100,6 @@ def test_until_signal_ends_with_a_loader_error_after_a_signal(reason: str, train
 
     trainer.control.stop = reason
     feed: Any = SimpleNamespace(_ranks=Ranks(), _lifecycle=trainer)
-    if reason == "signal":
+    is_raised = pytest.raises(RuntimeError, match="killed by signal")
+    with nullcontext() if reason == "signal" else is_raised:
         assert list(Feed.until_signal(feed, failing())) == [1]
-    else:
-        with pytest.raises(RuntimeError, match="killed by signal"):
-            list(Feed.until_signal(feed, failing()))

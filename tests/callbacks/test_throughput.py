@@ -1,6 +1,7 @@
 """Rates, times, operations and goodput of a run."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,11 @@ from omnitrain.callbacks.throughput import peak_flops
 from omnitrain.core.progress import Clock
 
 
-def run(
-    kind: Any, model: nn.Module, data: Any, *callbacks: Callback, **options: Any
-) -> tuple[Any, list[dict[str, float]]]:
+def run(kind: Any, model: nn.Module, data: Any, *callbacks: Callback, **options: Any) -> tuple[Any, list[Any]]:
     trace = Trace()
-    defaults: dict[str, Any] = {"batch_size": 4, "max_steps": 4, "log_steps": 2, "progress_bar": False}
-    trainer = fit(kind(model=model, train_dataset=data, callbacks=[*callbacks, trace], **(defaults | options)))
-    return trainer, trace.logs
+    options = {"batch_size": 4, "max_steps": 4, "log_steps": 2, "progress_bar": False, **options}
+    resume, callbacks = options.pop("resume_from", None), (*callbacks, trace)
+    return fit(kind(model=model, train_dataset=data, callbacks=callbacks, **options), resume), trace.logs
 
 
 def flops_of(model: nn.Module, data: Any, **options: Any) -> float:
@@ -42,25 +41,18 @@ BLOCK_FLOPS = 2 * LENGTH * (4 * WIDTH * WIDTH + 2 * WIDTH * 4 * WIDTH) + 4 * LEN
 """Of forward in a transformer's block: four projections, attention, and two products for the MLP."""
 
 
-def test_flops_of_a_gpt() -> None:
-    config = GPT2Config(
-        vocab_size=WORDS, n_positions=LENGTH, n_embd=WIDTH, n_layer=LAYERS, n_head=4, bos_token_id=1, eos_token_id=2,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
+def test_flops_of_a_perceptron_and_a_gpt() -> None:
+    counted = flops_of(t16(dtype=torch.float32), rows(16, torch.float32), loss_fn=F.mse_loss)
+    # the rows need no gradient, so the first layer has two products instead of three
+    assert counted == 2 * (2 * 4 * 16) + 3 * (2 * 16 * 1)
+    sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4}
+    config = GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     forward = LAYERS * BLOCK_FLOPS + 2 * LENGTH * WIDTH * WORDS
     # of attention's products backward makes five where forward makes two, as its weights are computed again
     again = LAYERS * 2 * LENGTH * LENGTH * WIDTH
     sequences = torch.randint(3, WORDS, (16, LENGTH), generator=torch.Generator().manual_seed(0))
     texts = [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids} for ids in sequences]
-    counted = flops_of(GPT2LMHeadModel(config), texts)
-    assert counted == pytest.approx(3 * forward + again, rel=0.01)
-
-
-def test_flops_of_a_multilayer_perceptron() -> None:
-    data = rows(16, torch.float32)
-    counted = flops_of(t16(dtype=torch.float32), data, loss_fn=F.mse_loss)
-    # the rows need no gradient, so the first layer has two products instead of three
-    assert counted == 2 * (2 * 4 * 16) + 3 * (2 * 16 * 1)
+    assert flops_of(GPT2LMHeadModel(config), texts) == pytest.approx(3 * forward + again, rel=0.01)
 
 
 def test_recomputed_activations_count_for_hfu_only() -> None:
@@ -82,59 +74,37 @@ def test_throughput_adds_to_rows(trainer_class: Any) -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A clock that stands still until a test moves it."""
     clock = SimpleNamespace(now=1000.0)
-
-    def read() -> float:
-        return clock.now
-
     for name in ("perf_counter", "monotonic", "time"):
-        monkeypatch.setattr(f"time.{name}", read)
+        monkeypatch.setattr(f"time.{name}", lambda: clock.now)
     return clock
 
 
-def slow(clock: Any) -> Callback:
-    """Makes a step take 1 s, and a save 0.3 s."""
+def slow_parts(clock: Any) -> tuple[nn.Module, Any, Callback, Callback]:
+    """A model that takes 0.1 s in an evaluation, its data, and callbacks that take 1 s in a step, 0.3 s in a save."""
 
-    def advance(seconds: float) -> None:
+    def advance(seconds: float, *_: Any) -> None:
         clock.now += seconds
 
-    return callback(on_step_end=lambda trainer: advance(1.0), on_save_start=lambda trainer: advance(0.3))
-
-
-class SlowModel(KeyedModel):
-    """Takes 0.1 s for a batch of an evaluation."""
-
-    def __init__(self, clock: Any) -> None:
-        super().__init__()
-        self.clock = clock
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.training:
-            self.clock.now += 0.1
-        return super().forward(*args, **kwargs)
+    model = KeyedModel()
+    model.register_forward_hook(lambda *_: None if model.training else advance(0.1))
+    slow = callback(on_step_end=partial(advance, 1.0), on_save_start=partial(advance, 0.3))
+    return model, Keyed(), Throughput(), slow
 
 
 def test_clock_excludes_evaluations_and_saves_from_training(tmp_path: Path, clock: Any) -> None:
     """The goodput of a resumed run counts the time in between."""
-    options: dict[str, Any] = {
-        "save_dir": tmp_path / "run", "save_steps": 2, "eval_dataset": Keyed(8), "eval_steps": 1, "sanity": False,
-        "keep_best": 0, "load_best_at_end": False,
-    }  # fmt: skip
-    trainer, logs = run(Trainer, SlowModel(clock), Keyed(), Throughput(), slow(clock), **options)
+    options: dict[str, Any] = {"save_dir": tmp_path / "run", "save_steps": 2, "keep_best": 0, "load_best_at_end": False}
+    options |= {"eval_dataset": Keyed(8), "eval_steps": 1, "sanity": False}
+    trainer, logs = run(Trainer, *slow_parts(clock), **options)
     seconds, total = trainer.lifecycle.clock.seconds, trainer.progress.seconds
     assert seconds["evaluation"] == pytest.approx(4 * 2 * 0.1) and seconds["saving"] == pytest.approx(2 * 0.3)
     assert trainer.lifecycle.clock.training(total) == pytest.approx(4.0)
     assert logs[-1]["steps_per_second"] == pytest.approx(1.0)
     clock.now += 10.0
-    trainer = Trainer(
-        SlowModel(clock), Keyed(), batch_size=4, max_steps=6, progress_bar=False,
-        callbacks=[Throughput(), slow(clock)], **options,
-    )  # fmt: skip
-    trainer.train(resume_from="last")
+    trainer, _ = run(Trainer, *slow_parts(clock), max_steps=6, resume_from="last", **options)
     seconds, total = trainer.lifecycle.clock.seconds, trainer.progress.seconds
-    assert trainer.lifecycle.clock.began_at == 1000.0
-    assert seconds["evaluation"] == pytest.approx(6 * 2 * 0.1)
+    assert trainer.lifecycle.clock.began_at == 1000.0 and seconds["evaluation"] == pytest.approx(6 * 2 * 0.1)
     assert seconds["saving"] == pytest.approx(2 * 0.3)  # a checkpoint does not know the time of its own save
     assert trainer.lifecycle.clock.goodput(total) == pytest.approx(6.3 / (clock.now - 1000.0))
 
@@ -163,7 +133,8 @@ def test_unknown_flops_and_peaks_are_logged_and_are_arguments(caplog: pytest.Log
     assert caplog.text.count("the peak of 'cpu' in fp32 is unknown") == 1
     _, logs = run(Trainer, KeyedModel(), Keyed(), Throughput(), compile={"backend": "eager"})
     assert "tflops_per_device" not in logs[-1] and "Pass `flops`" in caplog.text
-    _, logs = run(Trainer, KeyedModel(), Keyed(), Throughput(flops=1e9, peak=1e12), compile={"backend": "eager"})
+    throughput = Throughput(flops=1e9, peak=1e12, window=np.int64(2))
+    _, logs = run(Trainer, KeyedModel(), Keyed(), throughput, compile={"backend": "eager"})
     assert logs[-1]["mfu"] == pytest.approx(logs[-1]["samples_per_second_per_device"] * 1e9 / 1e12)
 
 
@@ -177,16 +148,8 @@ def test_peak_flops_are_those_of_data_sheets(name: str, precision: str, peak: fl
 
 
 def test_throughput_counts_flops_in_the_first_step_only() -> None:
-    steps: list[int] = []
-
-    class Noting(Throughput):
-        def on_step_start(self, trainer: Any) -> None:
-            steps.append(trainer.progress.step)
-            super().on_step_start(trainer)
-
-    run(Trainer, t16(dtype=torch.float32), rows(20, torch.float32), Noting(), loss_fn=F.mse_loss)
+    steps, start = list[int](), Throughput.on_step_start
+    note = lambda self, trainer: steps.append(trainer.progress.step) or start(self, trainer)  # noqa: E731
+    noting = type("Noting", (Throughput,), {"on_step_start": note})()
+    run(Trainer, t16(dtype=torch.float32), rows(20, torch.float32), noting, loss_fn=F.mse_loss)
     assert steps == [0]
-
-
-def test_window_may_be_of_numpy() -> None:
-    assert Throughput(window=np.int64(2)).window == 2

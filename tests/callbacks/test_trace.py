@@ -1,7 +1,5 @@
 """`Trace`: what parts two runs first, rows after a kill, and runs that it must not change."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Sequence
@@ -12,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import rows, small_trainer, t16
+from counting import Streamed
+from recipes import KeyedModel, callback, fit, rows, same, small_trainer, t16, weights
 from resuming import Killed
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
-from omnitrain import AccelerateTrainer, Callback, ConfigError, Event, HFTrainer, Trace
+from omnitrain import AccelerateTrainer, Callback, ConfigError, HFTrainer, Trace
 from omnitrain.callbacks.trace import TRACED
 from omnitrain.data.sampling import EpochSampler
 
@@ -32,23 +31,8 @@ def traced(folder: Path, *callbacks: Callback, every: int = 1, **options: Any) -
 
 
 def first_difference(a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]]) -> tuple[int, str]:
-    """Return the step and the name of the first digest that differs."""
-    for left, right in zip(a, b, strict=True):
-        for name in TRACED:
-            if left.get(name) != right.get(name):
-                return left["step"], name
-    return 0, ""
-
-
-class At(Callback):
-    """Does something before a step, counted from 1."""
-
-    def __init__(self, step: int, action: Any) -> None:
-        self.step, self.action = step, action
-
-    def on_step_start(self, trainer: Any) -> None:
-        if trainer.progress.step + 1 == self.step:
-            self.action(trainer)
+    pairs = zip(a, b, strict=True)
+    return next((x["step"], name) for x, y in pairs for name in TRACED if x.get(name) != y.get(name))
 
 
 def other_data() -> TensorDataset:
@@ -58,28 +42,19 @@ def other_data() -> TensorDataset:
     return data
 
 
-def half_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(outputs, labels) / 2
+def at(step: int, action: Any, event: str = "on_step_start") -> Callback:
+    """Return a callback that acts on the trainer in a step, counted from 1."""
+    return callback(**{event: lambda trainer: action(trainer) if trainer.progress.step + 1 == step else None})
 
 
-def move_weight(trainer: Any) -> None:
-    with torch.no_grad():
-        trainer.model[0].weight[0, 0] += 1e-12
-
-
-def scale_gradient(trainer: Any) -> None:
-    trainer.model[0].bias.register_hook(lambda gradient: gradient * (1 + 1e-12))
-
-
-def raise_rate(trainer: Any) -> None:
-    trainer.optimizer.param_groups[0]["lr"] *= 2
+def kill(trainer: Any) -> None:
+    raise Killed
 
 
 def test_trace_has_a_row_of_each_step_and_moves_no_bit(tmp_path: Path) -> None:
-    plain = small_trainer(save_dir=tmp_path / "a", model=t16(0.2))
-    watched = small_trainer(save_dir=tmp_path / "b", model=t16(0.2), callbacks=[Trace()])
-    assert str(plain.train()) == str(watched.train())
-    assert all(map(torch.equal, plain.model.parameters(), watched.model.parameters()))
+    plain = fit(small_trainer(save_dir=tmp_path / "a", model=t16(0.2)))
+    watched = fit(small_trainer(save_dir=tmp_path / "b", model=t16(0.2), callbacks=[Trace()]))
+    assert str(plain.metrics) == str(watched.metrics) and same(weights(plain.model), weights(watched.model))
     lines = read(tmp_path / "b")
     assert [line["step"] for line in lines] == [*range(1, 9)]
     assert all(len(line[name]) == 32 for line in lines for name in TRACED)
@@ -89,15 +64,22 @@ def test_trace_has_a_row_of_each_step_and_moves_no_bit(tmp_path: Path) -> None:
     assert traced(tmp_path / "d", model=t16(0.2), every=3) == lines[2::3]
 
 
+CHANGES: dict[str, Any] = {
+    "weights": lambda trainer: trainer.model[0].weight.data[0, 0].add_(1e-12),
+    "gradients": lambda trainer: trainer.model[0].bias.register_hook(lambda gradient: gradient * (1 + 1e-12)),
+    "update": lambda trainer: trainer.optimizer.param_groups[0].update(lr=0.2),
+}
+
+
 @pytest.mark.parametrize(("options", "expected"), [
     ({"seed": 43}, (1, "samples")),
     ({"data": other_data()}, (2, "batch")),
-    ({"callbacks": [At(5, move_weight)]}, (5, "weights")),
-    ({"callbacks": [At(4, lambda trainer: torch.rand(1))]}, (4, "random")),
-    ({"callbacks": [At(4, lambda trainer: np.random.rand())]}, (4, "random")),
-    ({"loss_fn": half_loss}, (1, "loss")),
-    ({"callbacks": [At(6, scale_gradient)]}, (6, "gradients")),
-    ({"callbacks": [At(7, raise_rate)]}, (7, "update")),
+    ({"callbacks": [at(5, CHANGES["weights"])]}, (5, "weights")),
+    ({"callbacks": [at(4, lambda trainer: torch.rand(1))]}, (4, "random")),
+    ({"callbacks": [at(4, lambda trainer: np.random.rand())]}, (4, "random")),
+    ({"loss_fn": lambda outputs, labels: F.mse_loss(outputs, labels) / 2}, (1, "loss")),
+    ({"callbacks": [at(6, CHANGES["gradients"])]}, (6, "gradients")),
+    ({"callbacks": [at(7, CHANGES["update"])]}, (7, "update")),
 ], ids=["seed", "data", "weights", "torch", "numpy", "loss", "gradients", "update"])  # fmt: skip
 def test_trace_shows_what_parts_first(options: dict[str, Any], expected: tuple[int, str], tmp_path: Path) -> None:
     options = {"callbacks": [], **options}
@@ -105,57 +87,31 @@ def test_trace_shows_what_parts_first(options: dict[str, Any], expected: tuple[i
     assert first_difference(traced(tmp_path / "a"), changed) == expected
 
 
-class KilledAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_batch_end(self, trainer: Any) -> None:
-        if trainer.progress.step + 1 == self.step:
-            raise Killed
-
-
 @pytest.mark.parametrize("step", [3, 6, 8])
 def test_trace_continues_after_a_kill(step: int, tmp_path: Path) -> None:
-    expected = traced(tmp_path / "a", model=t16(0.2), save_steps=2)
+    """And in a longer run."""
+
+    def run(folder: str, *callbacks: Callback, **options: Any) -> None:
+        trainer = small_trainer(save_dir=tmp_path / folder, callbacks=[*callbacks, Trace()], model=t16(0.2), **options)
+        trainer.train(resume_from="auto")
+
+    run("a", epochs=3)
     with pytest.raises(Killed):
-        traced(tmp_path / "b", KilledAt(step), model=t16(0.2), save_steps=2)
+        run("b", at(step, kill, "on_batch_end"), save_steps=2)
     with (tmp_path / "b/trace.jsonl").open("a") as file:
         file.write('{"kind": "st')  # as a process leaves it that was killed while it wrote
-    small_trainer(save_dir=tmp_path / "b", model=t16(0.2), save_steps=2, callbacks=[Trace()]).train(resume_from="last")
-    assert read(tmp_path / "b") == expected
+    run("b", epochs=2)
+    run("b", epochs=3)
+    assert read(tmp_path / "b") == read(tmp_path / "a")
 
 
-class GoesBack(Callback):
-    """Goes back to step 4 once, after step 6."""
-
-    def on_step_start(self, trainer: Any) -> None:
-        if trainer.progress.step == 6:
-            trainer.lifecycle.unsubscribe(self, Event.STEP_START)
-            trainer.progress.step = 4
-            trainer.lifecycle.emit(Event.CHECKPOINT_LOADED)
-
-
-def test_trace_drops_rows_after_a_rewind(tmp_path: Path) -> None:
-    steps = [line["step"] for line in traced(tmp_path / "a", GoesBack(), max_steps=8, epochs=3)]
-    assert steps == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-def test_trace_continues_longer_run(tmp_path: Path) -> None:
-    expected = traced(tmp_path / "a", epochs=3)
-    traced(tmp_path / "b", epochs=2)
-    small_trainer(save_dir=tmp_path / "b", epochs=3, callbacks=[Trace()]).train(resume_from="last")
-    assert read(tmp_path / "b") == expected
-
-
-def whole_numbers() -> tuple[nn.Module, TensorDataset]:
+def whole_numbers() -> dict[str, Any]:
     """Return a model and data of small whole numbers, of which every sum is exact in any order."""
     model = nn.Linear(3, 1, dtype=torch.float64)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[1.0, -2.0, 3.0]]))
-        model.bias.zero_()
-    generator = torch.Generator().manual_seed(5)
-    numbers = torch.randint(-3, 4, (16, 4), generator=generator, dtype=torch.float64)
-    return model, TensorDataset(numbers[:, :3].clone(), numbers[:, 3:].clone())
+    model.weight.data.copy_(torch.tensor([[1.0, -2.0, 3.0]]))
+    model.bias.data.zero_()
+    numbers = torch.randint(-3, 4, (16, 4), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return {"model": model, "data": TensorDataset(numbers[:, :3].clone(), numbers[:, 3:].clone())}
 
 
 @pytest.mark.parametrize("split", [
@@ -165,12 +121,9 @@ def whole_numbers() -> tuple[nn.Module, TensorDataset]:
     {"batch_size": 2, "gradient_accumulation_steps": 4, "kind": HFTrainer},
 ])  # fmt: skip
 def test_trace_is_the_same_in_other_splits(split: dict[str, Any], tmp_path: Path) -> None:
-    traces = []
-    for name, options in {"a": {"batch_size": 8}, "b": split}.items():
-        model, data = whole_numbers()
-        exact = {"model": model, "data": data, "learning_rate": 0.25, "optimizer": "SGD", "max_grad_norm": None}
-        traces.append(traced(tmp_path / name, **exact, **options))
-    assert len(traces[0]) == 4 and traces[0] == traces[1]
+    exact = {"learning_rate": 0.25, "optimizer": "SGD", "max_grad_norm": None}
+    expected = traced(tmp_path / "a", **whole_numbers(), **exact, batch_size=8)
+    assert len(expected) == 4 and traced(tmp_path / "b", **whole_numbers(), **exact, **split) == expected
 
 
 def test_trace_marks_skipped_steps(tmp_path: Path) -> None:
@@ -182,40 +135,11 @@ def test_trace_marks_skipped_steps(tmp_path: Path) -> None:
     assert {line["update"] for line in skipped} == {"0" * 32} and skipped[0]["mean_loss"] is None
 
 
-class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    def __iter__(self) -> Any:
-        return iter(rows(16))
-
-
-def test_trace_takes_data_without_index(tmp_path: Path) -> None:
-    lines = traced(tmp_path / "a", data=Stream(), epochs=1)
+def test_trace_takes_any_data_but_needs_a_folder(tmp_path: Path) -> None:
+    lines = traced(tmp_path / "stream", data=Streamed(rows(16)), epochs=1)
     assert len(lines) == 4 and "samples" not in lines[0] and len({line["batch"] for line in lines}) == 4
-
-
-class TaggedBatch(TensorDataset):
-    def __getitem__(self, index: Any) -> Any:
-        x, y = super().__getitem__(index)
-        return {"x": x, "labels": y, "tag": "a"}
-
-    __getitems__ = None
-
-
-class ReadsX(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = t16()
-
-    def forward(self, x: torch.Tensor, **rest: Any) -> torch.Tensor:
-        return self.body(x)
-
-
-def test_trace_takes_dicts_with_text(tmp_path: Path) -> None:
-    assert len(traced(tmp_path / "a", model=ReadsX(), data=TaggedBatch(*rows(16).tensors))) == 8
-
-
-def test_trace_rejects_wrong_arguments() -> None:
-    with pytest.raises(ConfigError, match="every"):
-        Trace(every=0)
+    data = [{"x": x, "labels": y, "tag": "a"} for x, y in rows(16, torch.float32)]
+    assert len(traced(tmp_path / "texts", model=KeyedModel(), data=data, loss_fn=None)) == 8
     with pytest.raises(ConfigError, match="save_dir"):
         small_trainer(callbacks=[Trace()]).train()
 
