@@ -18,7 +18,6 @@ RACES: dict[str, tuple[Any, str, Any]] = {
     "host does not wait": (FakeEvent, "synchronize", FakeEvent.wait),
     "allocator does not know": (FakeDevice, "record", lambda device, tensor: None),
 }
-"""What the package could forget: each is planted into the fake."""
 
 
 class ReusedMemory:
@@ -37,7 +36,6 @@ class ReusedMemory:
 
 
 def train(kind: str, device: FakeDevice | None, **options: Any) -> Any:
-    """Train for 2 epochs of 6 steps with a fused optimizer, with evaluations."""
     options |= {} if device is None else {"data_collator": ReusedMemory(device)}
     model, (data, valid) = t16(dropout=0.1, dtype=torch.float32), (rows(size, torch.float32) for size in (24, 10))
     return fit(make(kind, CPU, model, data, valid, epochs=2, **options))
@@ -45,7 +43,6 @@ def train(kind: str, device: FakeDevice | None, **options: Any) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_late_copies_change_no_number(kind: str, tmp_path: Path) -> None:
-    """Nor a row of a trace."""
     with FakeDevice() as device:
         trainer = train(kind, device, callbacks=[Trace()], save_dir=tmp_path / "late")
     plain = train(kind, None, callbacks=[Trace()], save_dir=tmp_path / "plain")

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,18 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import TRAINERS
-from recipes import StopAt, Tagger, distance, fit, rows, same, t16, trainer_on_cpu, weights
+from recipes import StopAt, Tagger, callback, distance, fit, rows, same, t16, trainer_on_cpu, weights
 from safetensors.torch import load_file
 from tiny import VOCABULARY, Tokens, bert, gpt
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DataCollatorWithPadding,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from omnitrain import AccelerateTrainer, Algorithm, Callback, ConfigError, HFTrainer, Trainer, WeightedLosses
 from omnitrain.core.errors import CheckpointError, DataError
@@ -36,11 +33,11 @@ def make(trainer_class: Any, model: nn.Module, data: Any, **options: Any) -> Any
     return trainer_on_cpu(trainer_class, model, data, **{"max_steps": 2, **options})
 
 
-def tokenizer(side: str = "left") -> PreTrainedTokenizerFast:
+def tokenizer(side: str = "left") -> FastTokenizer:
     """A tokenizer that pads with 1 on the left, as no collator of ours does unless it is told to."""
     words = {f"w{number}": number for number in range(VOCABULARY)}
     inner = Tokenizer(WordLevel(words, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w1", padding_side=side)
+    return FastTokenizer(tokenizer_object=inner, pad_token="w1", padding_side=side)
 
 
 def sentences(size: int = 12) -> list[dict[str, Any]]:
@@ -52,8 +49,6 @@ def sentences(size: int = 12) -> list[dict[str, Any]]:
 
 
 class Watching(nn.Module):
-    """Records its input; takes only the arguments named here."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.inputs = bert(), []
@@ -63,19 +58,15 @@ class Watching(nn.Module):
         return self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
 
 
-# --- processing_class
-
-
 def test_tokenizer_pads_unless_there_is_a_collator(trainer_class: Any) -> None:
-    models, pads_left = [], []
+    ends, pads_left = [], []
     left, right = DataCollatorWithPadding(tokenizer()), DataCollatorWithPadding(tokenizer("right"))
     for options in ({}, {"data_collator": left, "processing_class": None}, {"data_collator": right}):
         model = Watching()
-        trainer = fit(make(trainer_class, model, sentences(), **{"processing_class": tokenizer(), **options}))
-        assert isinstance(trainer.data_collator, DataCollatorWithPadding)
-        models.append(model)
+        fit(make(trainer_class, model, sentences(), **{"processing_class": tokenizer(), **options}))
+        ends.append(weights(model))
         pads_left.append(any((batch[:, 0] == 1).any() for batch in model.inputs))
-    assert same(weights(models[0]), weights(models[1])) and pads_left == [True, True, False]
+    assert same(*ends[:2]) and pads_left == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -94,25 +85,21 @@ def test_tokenizer_is_saved_with_models_and_checkpoints(kind: str, in_background
 
 
 def test_processing_class_without_padding_is_only_saved(trainer_class: Any, tmp_path: Path) -> None:
-    class Processor:
-        def save_pretrained(self, folder: str) -> None:
-            (Path(folder) / "processor.txt").write_text("here")
-
-    trainer = make(trainer_class, t16(), rows(8), loss_fn=F.mse_loss, processing_class=Processor())
+    processor = SimpleNamespace(save_pretrained=lambda folder: (Path(folder) / "processor.txt").write_text("here"))
+    trainer = make(trainer_class, t16(), rows(8), loss_fn=F.mse_loss, processing_class=processor)
     trainer.save_model(tmp_path)
     assert trainer.data_collator is None and (tmp_path / "processor.txt").read_text() == "here"
-    for value in ("bert-base-uncased", PreTrainedTokenizerFast, 7):
+    for value in ("bert-base-uncased", FastTokenizer, 7):
         with pytest.raises(ConfigError, match="processing_class"):
             make(trainer_class, t16(), rows(8), processing_class=value)
 
 
+def classes(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    assert isinstance(labels, torch.Tensor)
+    return logits.argmax(-1)
+
+
 def test_preprocessed_logits_reach_metrics_and_predictions(trainer_class: Any) -> None:
-    labels_of_batches: list[Any] = []
-
-    def classes(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        labels_of_batches.append(labels)
-        return logits.argmax(-1)
-
     def accuracy(prediction: Any) -> dict[str, float]:
         assert prediction.predictions.shape == (7,)
         return {"accuracy": float((prediction.predictions == prediction.label_ids).mean())}
@@ -122,30 +109,23 @@ def test_preprocessed_logits_reach_metrics_and_predictions(trainer_class: Any) -
     options |= {"compute_metrics": accuracy, "preprocess_logits_for_metrics": classes}
     trainer = make(trainer_class, bert(), sentences(), **options)
     assert trainer.evaluate() == plain.evaluate()
-    assert isinstance(labels_of_batches[0], torch.Tensor)
     expected = plain.predict(sentences(7)).predictions.argmax(-1)
     assert np.array_equal(trainer.predict(sentences(7)).predictions, expected)
     options = {"eval_dataset": Tokens(6), "compute_metrics": "accuracy"}  # of a causal model, which shifts them
-    rows = [
-        make(trainer_class, gpt(), Tokens(6), preprocess_logits_for_metrics=preprocess, **options).evaluate()
-        for preprocess in (None, classes)
-    ]
-    assert rows[0] == rows[1]
+    causal = make(trainer_class, gpt(), Tokens(6), preprocess_logits_for_metrics=classes, **options)
+    assert causal.evaluate() == make(trainer_class, gpt(), Tokens(6), **options).evaluate()
 
 
 def test_resume_rejects_other_preprocessing_of_logits(tmp_path: Path) -> None:
-    def run(preprocess: Any, **how: Any) -> Any:
+    def run(preprocess: Any, *callbacks: Callback, **how: Any) -> Any:
         options: dict[str, Any] = {"save_dir": tmp_path, "eval_dataset": rows(4), "epochs": 2, "max_steps": None}
-        options |= {"callbacks": [] if how else [StopAt(1)], "preprocess_logits_for_metrics": preprocess}
-        return make(Trainer, t16(), rows(8), loss_fn=F.mse_loss, **options).train(**how)
+        options |= {"callbacks": callbacks, "preprocess_logits_for_metrics": preprocess, "loss_fn": F.mse_loss}
+        return make(Trainer, t16(), rows(8), **options).train(**how)
 
-    run(lambda logits, labels: logits)
+    run(lambda logits, labels: logits, StopAt(1))
     with pytest.raises(CheckpointError, match="preprocess_logits_for_metrics"):
         run(lambda logits, labels: -logits, resume_from="auto")
     run(lambda logits, labels: -logits, resume_from="auto", allow_change=["preprocess_logits_for_metrics"])
-
-
-# --- columns
 
 
 def table(size: int = 12) -> Any:
@@ -153,15 +133,13 @@ def table(size: int = 12) -> Any:
     return datasets.Dataset.from_list([{**row, "text": f"line {number}", "number": number} for number, row in samples])
 
 
-def test_columns_unknown_to_the_model_are_removed_and_logged(
-    trainer_class: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_columns_unknown_to_the_model_are_removed_and_logged(trainer_class: Any, caplog: Any) -> None:
     results = []
-    with caplog.at_level(logging.INFO, "omnitrain"):
-        for data in (table(), sentences()):
-            model = bert()
-            trainer = make(trainer_class, model, data, eval_dataset=data, processing_class=tokenizer())
-            results.append((trainer.train()["best_valid"], weights(model)))
+    caplog.set_level(logging.INFO, "omnitrain")
+    for data in (table(), sentences()):
+        model = bert()
+        trainer = make(trainer_class, model, data, eval_dataset=data, processing_class=tokenizer())
+        results.append((trainer.train()["best_valid"], weights(model)))
     assert results[0][0] == results[1][0] and same(results[0][1], results[1][1])
     (message,) = [text for text in caplog.messages if "are dropped" in text]
     assert message.endswith(": 'number', 'text'.")
@@ -171,8 +149,6 @@ def test_columns_unknown_to_the_model_are_removed_and_logged(
 
 
 class Open(nn.Linear):
-    """Takes any columns."""
-
     def forward(self, **columns: Any) -> Any:
         return {"loss": super().forward(columns["number"].float()[:, None]).mean()}
 
@@ -191,15 +167,13 @@ def test_columns_all_reach_open_models_units_and_transforms(trainer_class: Any) 
     for kind in (Open, Whole):
         data = datasets.Dataset.from_dict({"number": range(8), "weight": [0.5] * 8, "labels": [0] * 8})
         make(trainer_class, kind(1, 1), data).train()
-    columns: list[set[str]] = []
 
     def unit(batch: Any) -> torch.Tensor:
-        columns.append(set(batch))
+        assert set(batch) == {"number", "text", "labels"}
         return model(input_ids=batch["number"][:, None], labels=batch["labels"]).loss
 
     model, plain = bert(), table().remove_columns(["input_ids", "attention_mask"])
     make(trainer_class, model, plain, unit=unit).train()
-    assert columns[0] == {"number", "text", "labels"}
     plain.set_transform(lambda rows: {"input_ids": [[number] for number in rows["number"]], "labels": rows["labels"]})
     make(trainer_class, bert(), plain).train()
     data = datasets.Dataset.from_dict({"ids": [[1, 2]] * 8, "labels": [[1, 2]] * 8})
@@ -216,32 +190,22 @@ def test_columns_all_reach_custom_code_that_sees_batches(trainer_class: Any) -> 
         columns.append(set(samples[0]))
         return DataCollatorWithPadding(tokenizer())([{**sample, "text": 0} for sample in samples])
 
-    class Look(Algorithm):
-        def transform_batch(self, trainer: Any, batch: Any) -> Any:
-            columns.append(set(batch))
-            return batch
+    def note(self: Any, *details: Any) -> Any:
+        columns.append(set(details[-1]))
+        return details[-1]
 
-    class Own(trainer_class):
-        def _prepare_batch(self, batch: Any) -> Any:
-            columns.append(set(batch))
-            return super()._prepare_batch(batch)
-
-    numbers = table().remove_columns("text")
-    for kind, data, options in (
-        (trainer_class, table(), {"data_collator": collate}),
-        (trainer_class, numbers, {"algorithms": [Look()], "processing_class": tokenizer()}),
-        (Own, numbers, {"processing_class": tokenizer()}),
+    look: Any = type("Look", (Algorithm,), {"transform_batch": note})()
+    for methods, data, options in (
+        ({}, table(), {"data_collator": collate}),
+        ({}, table().remove_columns("text"), {"algorithms": [look], "processing_class": tokenizer()}),
+        ({"_prepare_batch": note}, table().remove_columns("text"), {"processing_class": tokenizer()}),
     ):
         columns.clear()
-        make(kind, Watching(), data, max_steps=1, **options).train()
+        make(type("Own", (trainer_class,), methods), Watching(), data, max_steps=1, **options).train()
         assert "number" in columns[0]
 
 
-# --- padding without a mask
-
-
 def ragged() -> list[dict[str, Any]]:
-    """Sequences of several lengths, without a mask."""
     return [{"input_ids": sentence["input_ids"], "labels": sentence["labels"]} for sentence in sentences()]
 
 
@@ -254,14 +218,11 @@ def test_padded_inputs_without_mask_get_one(trainer_class: Any) -> None:
     for size in (1, 4):
         trainer = make(trainer_class, bert(), data, eval_dataset=data, batch_size=size, epochs=1, max_steps=None)
         results.append(torch.as_tensor(trainer.predict(data).predictions))
-        trainer.train()
-        assert trainer.progress.tokens == TOTAL
+        assert fit(trainer).progress.tokens == TOTAL
     torch.testing.assert_close(*results, rtol=0, atol=1e-12)
 
 
 class Unmasked(nn.Module):
-    """Classifies the first token; takes no mask."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -284,44 +245,31 @@ def test_mask_comes_with_any_collator_if_the_model_takes_it(trainer_class: Any) 
 
 def test_tokens_of_padded_batches_leave_out_padding(trainer_class: Any) -> None:
     """Lengths and schedules in tokens do not depend on how a step is split."""
-    results = []
+    ends = []
+    options = {"learning_rate": 0.1, "max_steps": None, "max_duration": f"{2 * TOTAL}tok", "lr_scheduler": "linear"}
     for size, accumulation, microbatch in ((4, 1, None), (1, 4, None), (4, 1, 1)):
-        model = Unmasked()
-        trainer = fit(make(
-            trainer_class, model, ragged(), batch_size=size, gradient_accumulation_steps=accumulation,
-            learning_rate=0.1, max_steps=None, max_duration=f"{2 * TOTAL}tok", lr_scheduler="linear",
-            microbatch_size=microbatch,
-        ))  # fmt: skip
+        split = {"batch_size": size, "gradient_accumulation_steps": accumulation, "microbatch_size": microbatch}
+        trainer = fit(make(trainer_class, Unmasked(), ragged(), **split, **options))
         assert (trainer.progress.step, trainer.progress.tokens) == (6, 2 * TOTAL)
-        results.append(weights(model))
-    assert distance(results[0], results[1]) <= 1e-12 >= distance(results[0], results[2])
-
-
-def sum_of_parts(outputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    gaps = outputs - labels
-    return {"squared": gaps.square().sum(), "absolute": 0.5 * gaps.abs().sum()}
+        ends.append(weights(trainer.model))
+    assert distance(ends[0], ends[1]) <= 1e-12 >= distance(ends[0], ends[2])
 
 
 def test_loss_of_sums_is_a_mean_over_samples(trainer_class: Any) -> None:
     """Whatever the split of a step and of an evaluation, and so are the parts of the loss."""
+
+    def loss(outputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"squared": (outputs - labels).square().sum(), "absolute": 0.5 * (outputs - labels).abs().sum()}
+
     x, y = rows(24).tensors
-    gaps = (t16()(x) - y).detach()
-    parts = {"loss_squared": float(gaps.square().mean()), "loss_absolute": float(0.5 * gaps.abs().mean())}
-    expected = {**parts, "loss": sum(parts.values())}
+    parts = {f"loss_{name}": float(value) / 24 for name, value in loss(t16()(x), y).items()}
+    options = {"grad_reduction": "sum", "epochs": 1, "max_steps": None, "learning_rate": 0.0, "optimizer": "sgd"}
     for size, accumulation, eval_size in ((8, 1, 3), (3, 3, 24)):
-        trainer = make(
-            trainer_class, t16(), rows(24), eval_dataset=rows(24), loss_fn=sum_of_parts, grad_reduction="sum", epochs=1,
-            batch_size=size, gradient_accumulation_steps=accumulation, eval_batch_size=eval_size, max_steps=None,
-            learning_rate=0.0, optimizer="sgd", compute_metrics=None,
-        )  # fmt: skip
-        history = trainer.train()
-        train, valid = history["train_metrics_history"][0], history["valid"][0]
-        for name, value in expected.items():
-            assert train[f"train_{name}"] == pytest.approx(value, rel=1e-12), (size, name)
-            assert valid[f"eval_{name}"] == pytest.approx(value, rel=1e-12), (size, name)
-
-
-# --- losses that are modules
+        split = {"batch_size": size, "gradient_accumulation_steps": accumulation, "eval_batch_size": eval_size}
+        history = make(trainer_class, t16(), rows(24), eval_dataset=rows(24), loss_fn=loss, **split, **options).train()
+        for row, prefix in ((history["train_metrics_history"][0], "train"), (history["valid"][0], "eval")):
+            means = {name: row[f"{prefix}_{name}"] for name in ("loss", *parts)}
+            assert means == pytest.approx({**parts, "loss": sum(parts.values())}, rel=1e-12)
 
 
 class Centres(nn.Module):
@@ -346,8 +294,7 @@ def test_loss_with_own_parameters_is_rejected(trainer_class: Any) -> None:
     nested = WeightedLosses({"a": Centres(), "b": nn.MSELoss()})
     losses = (Centres(), Centres().method, functools.partial(Centres(), num_items_in_batch=None), nested)
     options: list[dict[str, Any]] = [{"loss_fn": loss} for loss in losses]
-    if trainer_class is HFTrainer:
-        options.append({"compute_loss_func": Centres()})
+    options += [{"compute_loss_func": Centres()}] if trainer_class is HFTrainer else []
     for option in options:
         with pytest.raises(ConfigError, match=r"`loss_fn` .* has parameters .*scale.* submodule.*requires_grad_"):
             make(trainer_class, t16(), rows(8), **option)
@@ -402,9 +349,9 @@ class Rotated(nn.Module):
 def test_complex_tensors_are_trained_and_resumed(trainer_class: Any, kind: str, tmp_path: Path) -> None:
     """But for complex128 where it would be saved."""
 
-    def build(dtype: torch.dtype, folder: Path | None, **options: Any) -> Any:
-        options |= {"loss_fn": F.mse_loss, "batch_size": 4, "max_steps": 4, "save_steps": 1 if folder else None}
-        return make(trainer_class, Rotated(kind, dtype), rows(16), save_dir=folder, **options)
+    def build(dtype: torch.dtype, folder: Path | None, *callbacks: Callback) -> Any:
+        options = {"loss_fn": F.mse_loss, "batch_size": 4, "max_steps": 4, "save_steps": 1 if folder else None}
+        return make(trainer_class, Rotated(kind, dtype), rows(16), save_dir=folder, callbacks=callbacks, **options)
 
     dtype = torch.complex128 if kind == "temporary buffer" else torch.complex64
     if kind != "temporary buffer":
@@ -412,20 +359,15 @@ def test_complex_tensors_are_trained_and_resumed(trainer_class: Any, kind: str, 
             build(torch.complex128, tmp_path / "run")
         assert not (tmp_path / "run").exists()
         build(torch.complex128, None).train()  # nothing is saved
-    straight, resumed = build(dtype, tmp_path / "straight"), build(dtype, tmp_path / "run")
-    straight.train()
-    build(dtype, tmp_path / "run", callbacks=[StopAt(2)]).train()
-    resumed.train(resume_from="auto")
+    straight = fit(build(dtype, tmp_path / "straight"))
+    build(dtype, tmp_path / "run", StopAt(2)).train()
+    resumed = fit(build(dtype, tmp_path / "run"), resume_from="auto")
     assert resumed.progress.step == 4 and same(weights(straight.get_model()), weights(resumed.get_model()))
 
 
-# --- threads
-
-
-def in_thread(call: Callable[[], Any]) -> Any:
-    """Return the error of a call in another thread, or None."""
+def in_thread(call: Callable[..., Any], *args: Any) -> Any:
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(call).exception()
+        return pool.submit(call, *args).exception()
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -439,24 +381,17 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 def test_calls_in_another_thread_than_train_are_rejected(trainer_class: Any) -> None:
     """They would share random numbers; in the run's thread they work, also on another trainer, and so after the run."""
-    errors: dict[str, Any] = {}
 
-    def new(*callbacks: Callback) -> Any:
-        model = t16(dropout=0.5)
-        return make(trainer_class, model, rows(8), loss_fn=nn.MSELoss(), max_steps=1, callbacks=callbacks)
+    def nested(trainer: Any) -> None:
+        for name, call in CALLS.items():
+            error = in_thread(call, other)
+            assert isinstance(error, ConfigError) and "'MainThread' of this program trains" in str(error)
+            assert f"`{name}()` was called in" in str(error) and other.progress.step == 0
+            call(other)
 
-    class Nested(Callback):
-        def on_train_start(self, trainer: Any) -> None:
-            for name, call in CALLS.items():
-                errors[name] = in_thread(lambda call=call: call(other))
-                assert other.progress.step == 0
-                call(other)
-
-    other, third = new(), new()
-    new(Nested()).train()
-    for name, error in errors.items():
-        assert isinstance(error, ConfigError) and "'MainThread' of this program trains" in str(error)
-        assert f"`{name}()` was called in" in str(error)
+    options = {"loss_fn": nn.MSELoss(), "max_steps": 1}
+    other, third = (make(trainer_class, t16(dropout=0.5), rows(8), **options) for _ in range(2))
+    make(trainer_class, t16(), rows(8), callbacks=[callback(on_train_start=nested)], **options).train()
     assert other.progress.step == 1
     assert in_thread(third.train) is None and third.progress.step == 1
 
@@ -465,21 +400,18 @@ def test_train_beside_an_evaluation_is_rejected(trainer_class: Any) -> None:
     """Its end would restore the random numbers from before, in the middle of the run."""
     errors: list[Any] = []
 
-    class Training(list[Any]):
-        def __getitem__(self, index: Any) -> Any:
-            errors.append(in_thread(trainer.train))
-            return super().__getitem__(index)
+    def loss(*tensors: torch.Tensor) -> torch.Tensor:
+        errors.append(in_thread(trainer.train))
+        return F.mse_loss(*tensors)
 
-    trainer = make(trainer_class, t16(), rows(8), loss_fn=nn.MSELoss(), max_steps=1)
-    trainer.evaluate(Training(rows(1)))
+    trainer = make(trainer_class, t16(), rows(8), loss_fn=loss)
+    trainer.evaluate(rows(1))
     assert "'MainThread' of this program is in `evaluate()`" in str(errors[0]) and isinstance(errors[0], ConfigError)
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_repr_says_where_run_is(kind: str) -> None:
-    trainer = trainer_on_cpu(TRAINERS[kind], t16(), rows(8), loss_fn=F.mse_loss, batch_size=4, epochs=1)
-    name = type(trainer).__name__
+def test_repr_says_where_run_is(trainer_class: Any) -> None:
+    trainer, name = make(trainer_class, t16(), rows(8), loss_fn=F.mse_loss), trainer_class.__name__
     assert repr(trainer) == f"{name}(Sequential of 97 parameters on cpu, step 0 of 2)"
     trainer.train()
-    assert repr(trainer) == f"{name}(Sequential of 97 parameters on cpu, step 2 of 2, ended by 'epochs')"
-    assert repr(object.__new__(type(trainer))).startswith("<omnitrain.")
+    assert repr(trainer) == f"{name}(Sequential of 97 parameters on cpu, step 2 of 2, ended by 'max_steps')"
+    assert repr(object.__new__(trainer_class)).startswith("<omnitrain.")

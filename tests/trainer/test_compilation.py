@@ -6,39 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from recipes import (
-    CountsPasses,
-    Graphs,
-    Holding,
-    Pages,
-    Sentences,
-    StopAt,
-    Tagger,
-    rows,
-    same,
-    t16,
-    trainer_on_cpu,
-    weights,
-)
+from marks import make_small
+from recipes import CountsPasses, Graphs, Pages, Sentences, StopAt, Tagger, fit, rows, same, t16, weights
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 from transformers import TrainingArguments
 
-from omnitrain import (
-    EMA,
-    Algorithm,
-    Callback,
-    ConfigError,
-    GradualUnfreezing,
-    HFTrainer,
-    LayerFreezing,
-    ProgressiveResizing,
-    SeqLengthWarmup,
-    ShardedStream,
-    Trainer,
-)
+import omnitrain
+from omnitrain import EMA, Algorithm, ConfigError, HFTrainer, SeqLengthWarmup, ShardedStream, Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -47,21 +23,15 @@ def forget_graphs() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def make(model: nn.Module, data: Any = None, *guests: Callback, **options: Any) -> Trainer:
-    options = {"loss_fn": F.mse_loss, "learning_rate": 0.05, "batch_size": 8, "epochs": 2, **options}
-    if "train_loader" in options:
-        del options["batch_size"]  # which is that of the loader
-    return trainer_on_cpu(Trainer, model, data, callbacks=guests, **options)
+def make(model: nn.Module, data: Any = None, kind: Any = Trainer, **options: Any) -> Any:
+    return make_small(kind, model, data, **{"learning_rate": 0.05, "batch_size": 8, "epochs": 2, **options})
 
 
 def words(size: int, lengths: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return rows of 4 numbers with a target, repeated to a number of lengths."""
     return [(x.repeat(1 + i // 8 % lengths), y) for i, (x, y) in enumerate(rows(size, torch.float32))]
 
 
 class Mean(nn.Module):
-    """Predicts from the mean of a row, whatever its length."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -72,8 +42,6 @@ class Mean(nn.Module):
 
 
 class Batches(Pages):
-    """A loader of batches of four with a state."""
-
     def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
         while self.at < 16:
             self.at += 4
@@ -85,8 +53,9 @@ class Batches(Pages):
 @pytest.mark.parametrize("kind", ["loader", "shards"])
 def test_compile_restores_the_state_of_data(kind: str) -> None:
     parts = [Batches(16)] if kind == "loader" else [Pages(16), Pages(16)]
-    data = {"train_loader": parts[0]} if kind == "loader" else {"data": ShardedStream(parts), "batch_size": 4}
-    trainer = make(t16(), compile={"backend": Graphs()}, epochs=None, max_steps=4 * len(parts), **data)
+    data = {"train_loader": parts[0]} if kind == "loader" else {"train_dataset": ShardedStream(parts), "batch_size": 4}
+    options = {"compile": {"backend": Graphs()}, "max_steps": 4 * len(parts), "loss_fn": nn.functional.mse_loss}
+    trainer = Trainer(t16(), device="cpu", progress_bar=False, **options, **data)
     trainer.compile(steps=2)
     count = 8 // len(parts)
     assert [(part.read, part.at) for part in parts] == [(list(range(count)), 0)] * len(parts)
@@ -95,8 +64,6 @@ def test_compile_restores_the_state_of_data(kind: str) -> None:
 
 
 class CountsBatches(Algorithm):
-    """Counts batches, from 0 in each run."""
-
     def set_up(self, trainer: Any) -> None:
         self.batches = 0
 
@@ -107,11 +74,9 @@ class CountsBatches(Algorithm):
 
 def test_compile_covers_the_shapes_of_training_and_evaluation() -> None:
     graphs, algorithm = Graphs(), CountsBatches()
-    data, sets = words(60, lengths=3), {"dev": words(5), "web": words(8)}
-    trainer = make(
-        Mean(), data, compile={"backend": graphs, "dynamic": False}, batch_size=8, shuffle=False, eval_dataset=sets,
-        eval_batch_size=4, algorithms=[algorithm, EMA()],
-    )  # fmt: skip
+    options = {"eval_dataset": {"dev": words(5), "web": words(8)}, "eval_batch_size": 4, "shuffle": False}
+    options |= {"compile": {"backend": graphs, "dynamic": False}, "algorithms": [algorithm, EMA()]}
+    trainer = make(Mean(), words(60, lengths=3), **options)
     report = trainer.compile(steps=4)
     assert report.shapes == {
         "train": ["[8, 4], [8, 1]", "[8, 8], [8, 1]", "[8, 12], [8, 1]", "[4, 8], [4, 1]"],
@@ -127,18 +92,15 @@ def test_compile_covers_the_shapes_of_training_and_evaluation() -> None:
 
 
 def test_compile_covers_growing_sequences() -> None:
-    def build(compiles: Any) -> Trainer:
+    graphs, ends = Graphs(), []
+    for compiles in (False, {"backend": graphs, "dynamic": False}):
         growing = SeqLengthWarmup(6, min_length=2, duration=0.4, step_size=2)
-        options = {"loss_fn": None, "batch_size": 4, "learning_rate": 0.05, "compile": compiles}
-        return make(Tagger(), Sentences(32), algorithms=[growing], shuffle=False, **options)
-
-    graphs = Graphs()
-    trainer, plain = build({"backend": graphs, "dynamic": False}), build(False)
-    report = trainer.compile(steps=8)
+        options = {"loss_fn": None, "batch_size": 4, "algorithms": [growing], "shuffle": False}
+        trainer = make(Tagger(), Sentences(32), compile=compiles, **options)
+        report = trainer.compile(steps=8) if compiles else None
+        ends.append(weights(fit(trainer).get_model()))
     assert report.shapes == {"train": [f"ids [4, {length}], labels [4, {length}]" for length in (2, 4, 6)]}
-    plain.train()
-    trainer.train()
-    assert graphs.count == report.graphs and same(weights(plain.get_model()), weights(trainer.get_model()))
+    assert graphs.count == report.graphs and same(*ends)
 
 
 def test_compile_reports_graph_breaks() -> None:
@@ -163,31 +125,25 @@ def test_compile_of_a_plain_model_warns(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_compile_validates_steps_data_and_loop() -> None:
-    class Own(Trainer):
-        def _train_epoch(self, epoch: int) -> float:
-            return 0.0
-
+    custom: Any = type("Own", (Trainer,), {"_train_epoch": lambda self, epoch: 0.0})
     for trainer, options, message in (
-        (Own(t16(), rows(8), device="cpu"), {}, r"cannot know what Own\._train_epoch runs"),
+        (make(t16(), rows(8), custom), {}, r"cannot know what Own\._train_epoch runs"),
         (make(t16(), rows(8)), {"steps": 0}, r"`steps` of `compile\(\)` must be a positive integer, got 0"),
-        (make(t16(), None), {}, "nothing to compile for"),
+        (make(t16()), {}, "nothing to compile for"),
     ):
         with pytest.raises(ConfigError, match=message):
             trainer.compile(**options)
 
 
 def test_compile_restores_everything_after_an_error() -> None:
-    class Failing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.out, self.norm, self.counts = nn.Linear(4, 1), nn.BatchNorm1d(1), CountsPasses()
-
+    class Failing(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if len(x) == 3:
                 raise ValueError("three rows")
-            return self.norm(self.out(self.counts(x).float()))
+            return super().forward(x).float()
 
-    model = Failing().eval()
+    counts = CountsPasses()
+    model = Failing(nn.Linear(4, 1), nn.BatchNorm1d(1), counts).eval()
     before, state = weights(model), torch.get_rng_state()
     trainer = make(model, words(11), eval_dataset=words(8))
     with pytest.raises(ValueError, match="three rows") as raised:
@@ -197,68 +153,36 @@ def test_compile_restores_everything_after_an_error() -> None:
     assert not model.training and all(parameter.grad is None for parameter in model.parameters())
     assert trainer.progress.step == trainer.progress.samples_in_epoch == 0
     make(model, words(8), eval_dataset=words(8)).compile()  # which ends well, and counts as little
-    assert model.counts.passes == model.counts.replaced == 0
+    assert counts.passes == counts.replaced == 0
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_resumed_compiled_run_equals_a_straight_one(tmp_path: Path) -> None:
-    def run(folder: str, *guests: Callback, resume: Any = None, ahead: bool = False) -> Trainer:
-        torch.compiler.reset()  # as another process would begin
+@pytest.mark.parametrize("algorithm", ["GradualUnfreezing", "LayerFreezing", "ProgressiveResizing"])
+def test_algorithms_with_a_compiled_model_equal_a_plain_one(algorithm: str) -> None:
+    ends: list[Any] = []
+    for graphs in (None, Graphs()):
         torch.manual_seed(0)
-        layers = nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1)
-        trainer = make(
-            nn.Sequential(*layers).double(), rows(28), *guests, eval_dataset=rows(8), eval_batch_size=8,
-            save_dir=tmp_path / folder, load_best_at_end=False, save_steps=100, algorithms=[EMA(0.9)],
-            compile={"backend": "inductor", "dynamic": False},
-        )  # fmt: skip
-        if ahead:
-            assert trainer.compile().graphs == 3
-        trainer.train(resume_from=resume)
-        return trainer
-
-    straight = run("straight")
-    run("parts", StopAt(3))
-    resumed, ahead = run("parts", resume="auto", ahead=True), run("ahead", ahead=True)
-    assert resumed.progress.step == 8
-    assert same(weights(straight.get_model()), weights(resumed.get_model()))
-    assert same(weights(straight.get_model()), weights(ahead.get_model()))
-    assert straight.metrics["valid"] == resumed.metrics["valid"] == ahead.metrics["valid"]
-
-
-@pytest.mark.parametrize("algorithm", [GradualUnfreezing, LayerFreezing, ProgressiveResizing])
-def test_algorithms_with_a_compiled_model_equal_a_plain_one(algorithm: Any) -> None:
-    ends = []
-    for compiles in (False, True):
-        graphs = Graphs()
-        torch.manual_seed(0)
-        if algorithm is ProgressiveResizing:
+        if algorithm == "ProgressiveResizing":
             layers = nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 1)
             data = TensorDataset(torch.arange(1024.0).double().sin().reshape(16, 1, 8, 8), rows(16).tensors[1])
         else:
             layers, data = (nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)), rows(32)
-        backend = {"backend": graphs} if compiles else False
-        trainer = make(nn.Sequential(*layers).double(), data, epochs=4, algorithms=[algorithm()], compile=backend)
-        if compiles:
+        compile = False if graphs is None else {"backend": graphs}
+        options = {"algorithms": [getattr(omnitrain, algorithm)()], "compile": compile, "epochs": 4}
+        trainer = make(nn.Sequential(*layers).double(), data, **options)
+        if graphs is not None:
             trainer.compile()
-        trainer.train()
-        assert bool(graphs.count) is compiles
-        ends.append(weights(trainer.get_model()))
-    assert same(*ends)
-
-
-def on(kind: Any, model: nn.Module, **options: Any) -> Any:
-    options = {"learning_rate": 1e-2, "loss_fn": F.mse_loss, "eval_dataset": rows(8), **options}
-    return trainer_on_cpu(kind, model, rows(24), **options)
+        ends.append(weights(fit(trainer).get_model()))
+    assert graphs is not None and graphs.count and same(*ends)
 
 
 def test_compiled_run_equals_plain(trainer_class: Any, tmp_path: Path) -> None:
     compiler, plain, model = Graphs(), t16(dropout=0.2), t16(dropout=0.2)
-    expected = on(trainer_class, plain, epochs=2).train()
-    options: dict[str, Any] = {"compile": {"backend": compiler}, "epochs": 2, "save_dir": tmp_path}
-    on(trainer_class, t16(dropout=0.2), callbacks=[StopAt(4)], **options).train()
+    options: dict[str, Any] = {"kind": trainer_class, "eval_dataset": rows(8)}
+    expected = make(plain, rows(24), **options).train()
+    options |= {"compile": {"backend": compiler}, "save_dir": tmp_path}
+    make(t16(dropout=0.2), rows(24), callbacks=[StopAt(2)], **options).train()
     assert compiler.count
-    trainer = on(trainer_class, model, **options)
+    trainer = make(model, rows(24), **options)
     assert trainer.train(resume_from="auto")["valid"] == expected["valid"]
     assert same(weights(plain), weights(model))
     assert trainer.model is model and trainer.model_wrapped._orig_mod is model
@@ -270,14 +194,15 @@ def test_compiled_run_equals_plain(trainer_class: Any, tmp_path: Path) -> None:
 def test_compile_rejects_wrong_values(trainer_class: Any, tmp_path: Path) -> None:
     compiled: Any = torch.compile(t16(), backend="eager")
     args = TrainingArguments(str(tmp_path), torch_compile=True, use_cpu=True, report_to="none")
+    unset = {"batch_size": None, "epochs": None}
     for model, options, words in (
         (t16(), {"compile": "yes"}, "compile.*True, False or a dict.*'yes'"),
         (t16(), {"compile": {"bakend": "eager"}}, "compile.*bakend"),
         (t16(), {"compile": {"backend": "nowhere"}}, "compile.*nowhere"),
-        (t16(), {"compile": True, "unit": Holding(t16()), "loss_fn": None}, "compile.*unit"),
+        (t16(), {"compile": True, "unit": lambda batch: 0, "loss_fn": None}, "compile.*unit"),
         (compiled, {"compile": True}, "compiled already"),
-        (t16(), {"compile": True, "args": args, "learning_rate": None}, "torch_compile=True"),
+        (t16(), {"compile": True, "args": args, "learning_rate": None, **unset}, "torch_compile=True"),
     ):
         if "args" not in options or trainer_class is HFTrainer:
             with pytest.raises(ConfigError, match=words):
-                on(trainer_class, model, **options)
+                make(model, rows(24), trainer_class, **options)

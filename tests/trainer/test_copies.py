@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
-from recipes import fit, rows, same, t16, weights
+from recipes import callback, fit, rows, same, t16, weights
 
-from omnitrain import AccelerateTrainer, Callback, ConfigError, HFTrainer, Trainer
+from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, Trainer
 
 
 class Sums:
@@ -24,23 +24,20 @@ class Sums:
         return {"sum": float(self.factor * y_pred.sum())}
 
 
-class NativeSums(Sums, Trainer):
-    pass
+class NativeSums(Sums, Trainer): ...
 
 
-class AccelerateSums(Sums, AccelerateTrainer):
-    pass
+class AccelerateSums(Sums, AccelerateTrainer): ...
 
 
-class HFSums(Sums, HFTrainer):
-    pass
+class HFSums(Sums, HFTrainer): ...
 
 
 def by_joblib(trainer: Any) -> Any:
-    stream = io.BytesIO()
-    pytest.importorskip("joblib").dump(trainer, stream)
+    joblib, stream = pytest.importorskip("joblib"), io.BytesIO()
+    joblib.dump(trainer, stream)
     stream.seek(0)
-    return pytest.importorskip("joblib").load(stream)
+    return joblib.load(stream)
 
 
 def by_pickle(trainer: Any) -> Any:
@@ -52,10 +49,9 @@ def build(trainer_class: Any, **options: Any) -> Any:
     return trainer_class(t16(), rows(8), rows(4), batch_size=4, **options)
 
 
-@pytest.mark.parametrize(
-    ("trainer_class", "clone"),
-    [(NativeSums, by_joblib), (AccelerateSums, by_pickle), (HFSums, by_pickle), (HFSums, copy.deepcopy)],
-)
+@pytest.mark.parametrize(("trainer_class", "clone"), [
+    (NativeSums, by_joblib), (AccelerateSums, by_pickle), (HFSums, by_pickle), (HFSums, copy.deepcopy),
+])  # fmt: skip
 def test_trainer_is_copied_before_and_after_training(trainer_class: Any, clone: Any, tmp_path: Path) -> None:
     """A copy trains as the original; one of a trainer that has trained has its weights and history."""
     trainer = build(trainer_class, save_dir=tmp_path / "run", overwrite=True)
@@ -64,7 +60,6 @@ def test_trainer_is_copied_before_and_after_training(trainer_class: Any, clone: 
     trainer.train(), twin.train()
     assert same(weights(trainer.model), weights(twin.model))
     assert twin.metrics["valid"] == trainer.metrics["valid"] and "eval_sum" in twin.metrics["valid"][0]
-
     later = clone(trainer)
     assert later.metrics == trainer.metrics and later.progress.step == 3 and later.stop_reason == "max_steps"
     assert (later.predict(rows(4)).predictions == trainer.predict(rows(4)).predictions).all()
@@ -76,12 +71,9 @@ def test_trainer_is_copied_before_and_after_training(trainer_class: Any, clone: 
 
 @pytest.mark.parametrize("trainer_class", [NativeSums, AccelerateSums, HFSums])
 def test_trainer_is_not_copied_in_a_run(trainer_class: Any) -> None:
-    class Copying(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            copy.deepcopy(trainer)
-
+    copying = callback(on_step_end=lambda trainer: copy.deepcopy(trainer))
     with pytest.raises(TypeError, match=r"cannot be pickled or copied while it trains\. Save a checkpoint"):
-        build(trainer_class, callbacks=[Copying()]).train()
+        build(trainer_class, callbacks=[copying]).train()
 
 
 def test_copy_of_model_init_has_the_trained_weights() -> None:

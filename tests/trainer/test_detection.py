@@ -9,6 +9,7 @@ import pytest
 import torch
 from backends import make_trainer
 from forking import Case, play
+from marks import TRAINERS
 from torch import nn
 
 from omnitrain import DataError, StepOutput
@@ -22,22 +23,18 @@ class Detector(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, images: list[torch.Tensor], targets: list[dict[str, torch.Tensor]] | None = None) -> Any:
-        if self.training:
-            assert targets is not None and len(targets) == len(images)
-            errors = [
-                self.scale * image.mean() - len(target["boxes"]) for image, target in zip(images, targets, strict=True)
-            ]
-            return {"classification": torch.stack(errors).square().mean(), "loss_box_reg": self.scale.square()}
-        return [{"boxes": image.new_full((int(image[0]), 4), float(image[0]))} for image in images]
+    def forward(self, images: list[torch.Tensor], targets: Any = None) -> Any:
+        if not self.training:
+            return [{"boxes": image.new_full((int(image[0]), 4), float(image[0]))} for image in images]
+        pairs = zip(images, targets, strict=True)
+        errors = [self.scale * image.mean() - len(target["boxes"]) for image, target in pairs]
+        return {"classification": torch.stack(errors).square().mean(), "loss_box_reg": self.scale.square()}
 
 
 def samples(count: int) -> list[Any]:
     """Images of several sizes, each with as many boxes as its number modulo 3."""
-    return [
-        (torch.full((2 + number % 2,), float(number % 3)), {"boxes": torch.ones(number % 3, 4) * number})
-        for number in range(count)
-    ]
+    boxes = [{"boxes": torch.ones(number % 3, 4) * number} for number in range(count)]
+    return [(torch.full((2 + i % 2,), float(i % 3)), target) for i, target in enumerate(boxes)]
 
 
 def collate(batch: list[Any]) -> Any:
@@ -45,8 +42,6 @@ def collate(batch: list[Any]) -> Any:
 
 
 class Counts:
-    """A metric of all images, which records how many came at once."""
-
     def __init__(self) -> None:
         self.sizes: list[tuple[int, int]] = []
 
@@ -60,21 +55,18 @@ class Counts:
 
 def make(backend: str, **options: Any) -> Any:
     options = {"batch_size": 4, "eval_batch_size": 5, "epochs": 1, "optimization_metric": "map"} | options
-    options = {"data_collator": collate, "eval_dataset": samples(11), **options}
-    return make_trainer(backend, Detector(), samples(8), **options)
+    return make_trainer(backend, Detector(), samples(8), data_collator=collate, eval_dataset=samples(11), **options)
 
 
-@pytest.mark.parametrize("backend", ["native", "accelerate", "hf"])
+@pytest.mark.parametrize("backend", TRAINERS)
 def test_detector_trains_and_is_scored_by_image(backend: str) -> None:
-    """The last of the evaluation batches has a single image."""
     counts = Counts()
     trainer = make(backend, compute_metrics=counts)
     metrics = trainer.train()
     assert counts.sizes[-1] == (11, 11)
-    assert trainer.evaluate() == {"eval_map": 10.0}
+    assert trainer.evaluate() == {"eval_map": 10.0} and metrics["best_valid"]["eval_map"] == 10.0
     row = metrics["train_metrics_history"][-1]
     assert row["train_loss"] == pytest.approx(row["train_loss_classification"] + row["train_loss_box_reg"])
-    assert metrics["best_valid"]["eval_map"] == 10.0
     result = trainer.predict(samples(7))
     assert [len(image["boxes"]) for image in result.predictions] == [0, 1, 2, 0, 1, 2, 0]
     assert type(result.predictions) is list and len(result.labels) == 7
@@ -103,11 +95,8 @@ def test_metric_objects_get_lists_of_dicts() -> None:
 
 
 def test_unit_without_loss_in_evaluation_is_scored() -> None:
-    """If it has none in any batch."""
-
     class Unit:
-        def __init__(self, is_mixed: bool) -> None:
-            self.is_mixed = is_mixed
+        is_mixed = False
 
         def __call__(self, batch: Any) -> Any:
             return trainer.model(*batch)
@@ -117,25 +106,11 @@ def test_unit_without_loss_in_evaluation_is_scored() -> None:
             loss = torch.ones(()) if self.is_mixed and len(images) == 1 else None
             return StepOutput(loss, trainer.model(images), targets)
 
-    trainer = make("native", unit=Unit(False), compute_metrics=Counts())
+    trainer = make("native", unit=Unit(), compute_metrics=Counts())
     assert trainer.train()["best_valid"]["eval_map"] == 10.0
-    trainer = make("native", unit=Unit(True), compute_metrics=Counts())
+    Unit.is_mixed = True
     with pytest.raises(DataError, match="Some batches of the evaluation set have a loss, and others none"):
         trainer.evaluate()
-
-
-def test_outputs_without_a_loss_are_not_evaluated() -> None:
-    """Nor are scalars added up that are no losses."""
-
-    class Model(nn.Linear):
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            error = super().forward(x).square().mean()
-            return {"error": error, "accuracy": error.detach()}
-
-    with pytest.raises(DataError, match="No loss found: the model returned a list of"):
-        make("native", optimization_metric="loss").train()
-    with pytest.raises(DataError, match="No loss found: the model returned a dict with the keys 'error', 'accuracy'"):
-        make_trainer("native", Model(4, 1), torch.ones(8, 4), epochs=1).train()
 
 
 def test_columns_stay_columns() -> None:
@@ -158,6 +133,5 @@ def evaluate(backend: str) -> list[float]:
 @pytest.mark.processes
 def test_detector_on_two_processes(tmp_path: Path) -> None:
     cases = [Case(name, "tests.trainer.test_detection:evaluate", {"backend": name}) for name in ("ddp", "hf2")]
-    outcomes = play(cases, tmp_path)
-    for name in ("ddp", "hf2"):
-        assert [outcome.result for outcome in outcomes[name]] == [[11, 11, 10.0, 7]] * 2
+    for outcomes in play(cases, tmp_path).values():
+        assert [outcome.result for outcome in outcomes] == [[11, 11, 10.0, 7]] * 2

@@ -23,18 +23,14 @@ def classes(size: int = 16, seed: int = 0) -> TensorDataset:
 
 def build(trainer_class: Any, eval_dataset: Any, **options: Any) -> Any:
     torch.manual_seed(0)
-    options = {
-        "loss_fn": F.cross_entropy, "max_steps": 8, "batch_size": 4, "learning_rate": 0.1,
-        "eval_steps": None if eval_dataset is None else 1, **options,
-    }  # fmt: skip
+    options = {"loss_fn": F.cross_entropy, "max_steps": 8, "batch_size": 4, "learning_rate": 0.1, **options}
+    options.setdefault("eval_steps", None if eval_dataset is None else 1)
     return trainer_on_cpu(trainer_class, nn.Linear(4, 3), classes(), eval_dataset=eval_dataset, **options)
 
 
 def test_means_over_sets_are_weighted(trainer_class: Any) -> None:
-    sets = {
-        "a": EvalSet(classes(8, 1), weight=3), "b": classes(8, 2),
-        "c": EvalSet(classes(8, 3), metrics=["accuracy", "f1_macro"], weight=0),
-    }  # fmt: skip
+    third = EvalSet(classes(8, 3), metrics=["accuracy", "f1_macro"], weight=0)
+    sets = {"a": EvalSet(classes(8, 1), weight=3), "b": classes(8, 2), "c": third}
     row = build(trainer_class, sets, compute_metrics=["accuracy", "balanced_accuracy"]).evaluate()
     for name in ("loss", "accuracy", "balanced_accuracy"):
         assert row[f"eval_{name}"] == pytest.approx((3 * row[f"eval_a_{name}"] + row[f"eval_b_{name}"]) / 4)
@@ -90,56 +86,49 @@ def test_interval_of_a_set_selects_evaluations(trainer_class: Any, tmp_path: Pat
 def test_subset_is_the_first_samples(kind: str) -> None:
     full = classes(12, 1)
     data: Any = {"map": full, "tensors": tuple(full.tensors), "stream": Streamed(full)}.get(kind)
-    trainer, first = build(Trainer, None), TensorDataset(*(tensor[:5] for tensor in full.tensors))
+    trainer, first = build(Trainer, None), TensorDataset(*full[:5])
     if kind == "columns":
-        x, y = Keyed(12).x, Keyed(12).y
-        data = HFDataset.from_dict({"x": x.numpy(), "labels": y.numpy()}).with_format("torch")
+        keyed = Keyed(12)
+        data = HFDataset.from_dict({"x": keyed.x.numpy(), "labels": keyed.y.numpy()}).with_format("torch")
         trainer, first = trainer_on_cpu(HFTrainer, KeyedModel(), data, batch_size=4, max_steps=1), data.select(range(5))
     assert trainer.evaluate(EvalSet(data, subset=5)) == trainer.evaluate(first)
     assert trainer.evaluate(EvalSet(data, subset=500)) == trainer.evaluate(data)
 
 
 class Absolute:
-    """A unit with another loss."""
-
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def __call__(self, batch: Any) -> torch.Tensor:
-        return self.evaluate(batch).loss  # type: ignore[return-value]
-
-    def evaluate(self, batch: Any) -> StepOutput:
+    def __call__(self, batch: Any) -> StepOutput:
         outputs = self.model(batch[0])
         return StepOutput(outputs.abs().mean(), outputs, batch[1])
+
+    evaluate = __call__
 
 
 def test_sets_have_their_own_unit(trainer_class: Any) -> None:
     model, data = nn.Linear(4, 3), classes(10, 1)
     sets = {"a": EvalSet(data, unit=Absolute(model), metrics="accuracy"), "b": data}
-    options = {"loss_fn": F.cross_entropy, "compute_metrics": "accuracy", "batch_size": 4, "progress_bar": False}
-    trainer = trainer_class(model, train_dataset=classes(), eval_dataset=sets, **options)
-    row, outputs = trainer.evaluate(), model(data.tensors[0]).detach()
+    options = {"loss_fn": F.cross_entropy, "compute_metrics": "accuracy", "batch_size": 4}
+    row = trainer_on_cpu(trainer_class, model, classes(), eval_dataset=sets, **options).evaluate()
+    outputs = model(data.tensors[0]).detach()
     assert row["eval_a_loss"] == pytest.approx(float(outputs.abs().mean()), rel=1e-6)
     assert row["eval_b_loss"] == pytest.approx(float(F.cross_entropy(outputs, data.tensors[1])), rel=1e-6)
     assert row["eval_a_accuracy"] == row["eval_b_accuracy"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"weight": -1}, "EvalSet.weight`.*at least 0, got -1"), ({"weight": float("nan")}, "EvalSet.weight`.*got nan"),
-        ({"weight": 10**400}, "EvalSet.weight`.*got one of more than 40 digits"),
-        ({"subset": 0}, "EvalSet.subset`.*got 0"), ({"subset": True}, "EvalSet.subset`.*got True"),
-        ({"every": "2h"}, "`every`.*steps or epochs.*'2h'"), ({"every": 0}, "`every`.*got 0"),
-        ({"unit": 3}, "`unit`.*callable.*got 3"), ({"dataset": {"b": classes()}}, "one dataset or loader, got dict"),
-        ({"dataset": DataLoader(classes()), "subset": 3}, "`subset=3` has no effect on a loader"),
-        ({"metrics": "acuracy"}, "'acuracy'.*accuracy"), ({"weight": 0}, "No set of `eval_dataset` counts"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "message"), [
+    ({"weight": -1}, "EvalSet.weight`.*at least 0, got -1"), ({"weight": float("nan")}, "EvalSet.weight`.*got nan"),
+    ({"weight": 10**400}, "EvalSet.weight`.*got one of more than 40 digits"),
+    ({"subset": 0}, "EvalSet.subset`.*got 0"), ({"subset": True}, "EvalSet.subset`.*got True"),
+    ({"every": "2h"}, "`every`.*steps or epochs.*'2h'"), ({"every": 0}, "`every`.*got 0"),
+    ({"unit": 3}, "`unit`.*callable.*got 3"), ({"data": {"b": classes()}}, "one dataset or loader, got dict"),
+    ({"data": DataLoader(classes()), "subset": 3}, "`subset=3` has no effect on a loader"),
+    ({"metrics": "acuracy"}, "'acuracy'.*accuracy"), ({"weight": 0}, "No set of `eval_dataset` counts"),
+])  # fmt: skip
 def test_eval_set_arguments_are_validated(options: dict[str, Any], message: str) -> None:
-    options = {"dataset": classes(), **options}
     with pytest.raises(ConfigError, match=message):
-        build(Trainer, {"a": EvalSet(options.pop("dataset"), **options), "b": EvalSet(classes(), every=2)})
+        build(Trainer, {"a": EvalSet(**{"data": classes(), **options}), "b": EvalSet(classes(), every=2)})
     with pytest.raises(ConfigError, match="needs a named set"):
         build(Trainer, EvalSet(classes(), every=2))
 
@@ -147,8 +136,7 @@ def test_eval_set_arguments_are_validated(options: dict[str, Any], message: str)
 def test_resume_with_other_rules_must_be_allowed(tmp_path: Path) -> None:
     build(Trainer, {"a": EvalSet(classes(8)), "b": classes(8)}, save_dir=tmp_path, max_steps=2).train()
     sets = {"a": EvalSet(classes(8), weight=2), "b": classes(8)}
-    trainer = build(Trainer, sets, save_dir=tmp_path, max_steps=4)
     with pytest.raises(CheckpointError, match=re.escape("the evaluation set 'a' has weight=2 now, and had 1.0")):
-        trainer.train(resume_from="auto")
-    again = build(Trainer, sets, save_dir=tmp_path, max_steps=4)
-    assert again.train(resume_from="auto", allow_change={"eval_dataset"})["stop_reason"] == "max_steps"
+        build(Trainer, sets, save_dir=tmp_path, max_steps=4).train(resume_from="auto")
+    trainer = build(Trainer, sets, save_dir=tmp_path, max_steps=4)
+    assert trainer.train(resume_from="auto", allow_change={"eval_dataset"})["stop_reason"] == "max_steps"

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from counting import Streamed
-from marks import TRAINERS
-from recipes import StopAt, rows, trainer_on_cpu
+from marks import TRAINERS, make_small
+from recipes import StopAt, callback, rows
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from omnitrain import Callback, StepOutput, Trainer
+from omnitrain import Trainer
 from omnitrain.data.sampling import EpochSampler
 
 
@@ -23,11 +23,8 @@ def trainer_class(request: pytest.FixtureRequest) -> Any:
 
 
 class Classes(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Rows of three classes, of which one may be a bad sample."""
-
     def __init__(self, size: int = 24, bad: int = -1, how: str = "") -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.x, self.y = torch.randn(size, 4, generator=generator), torch.arange(size) % 3
+        self.x, self.y = torch.randn(size, 4, generator=torch.Generator().manual_seed(0)), torch.arange(size) % 3
         self.bad, self.how = bad, how
         if how == "label":
             self.y[bad] = 7
@@ -38,15 +35,12 @@ class Classes(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         if index == self.bad and self.how == "getitem":
             raise KeyError("no such file")
-        if index == self.bad and self.how == "shape":
-            return torch.zeros(3, 3), self.y[index]
-        return self.x[index], self.y[index]
+        return torch.zeros(3, 3) if index == self.bad and self.how == "shape" else self.x[index], self.y[index]
 
 
 def message_of(trainer_class: Any, data: Any, kind: type[Exception], act: str = "train", **options: Any) -> str:
-    """Return the printed error with its notes."""
-    defaults = {"loss_fn": F.cross_entropy, "batch_size": 4, "epochs": 1}
-    trainer = trainer_on_cpu(trainer_class, nn.Linear(4, 3), data, **defaults | options)
+    options = {"loss_fn": F.cross_entropy, "epochs": 1, **options}
+    trainer = make_small(trainer_class, nn.Linear(4, 3), data, **options)
     with pytest.raises(kind) as caught:
         getattr(trainer, act)()
     assert type(caught.value) is kind
@@ -64,22 +58,20 @@ def test_unreadable_sample_is_reported_with_its_step(trainer_class: Any, workers
     assert f"Where: the data of step {step_of(17)} (epoch 1), rank 0." in text
 
 
+class Flaky(Classes):
+    failures = 0
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 9 and not self.failures:
+            self.failures += 1
+            raise OSError("the network")
+        return super().__getitem__(index)
+
+
 def test_sample_that_fails_at_once_or_only_once_is_reported() -> None:
-    class Flaky(Classes):
-        failures = 0
-
-        def __getitem__(self, index: int) -> Any:
-            if index == 9 and not self.failures:
-                self.failures += 1
-                raise OSError("the network")
-            return super().__getitem__(index)
-
-    class AtOnce(Classes):
-        def __getitems__(self, indices: list[int]) -> list[Any]:
-            return [self[index] for index in indices]
-
     assert "Raised for sample 9 of the training set." in message_of(Trainer, Flaky(), OSError)
-    text = message_of(Trainer, AtOnce(bad=17, how="getitem"), KeyError)
+    at_once = type("AtOnce", (Classes,), {"__getitems__": lambda self, indices: [self[index] for index in indices]})
+    text = message_of(Trainer, at_once(bad=17, how="getitem"), KeyError)
     assert "Raised for sample 17 of the training set, which fails individually." in text
 
 
@@ -92,35 +84,23 @@ def test_label_out_of_range_is_found_in_its_batch(trainer_class: Any) -> None:
 
 
 def test_search_for_samples_leaves_generators_unchanged() -> None:
-    states: dict[str, torch.Tensor] = {}
+    states: list[torch.Tensor] = []
 
-    class After(Callback):
-        def on_exception(self, trainer: Any, error: BaseException) -> None:
-            assert trainer.model.training
-            states["after"] = torch.get_rng_state()
+    def note(*_: Any) -> None:
+        if torch.is_grad_enabled():  # not in the search
+            states.append(torch.get_rng_state())
 
-    class Noting(Trainer):
-        def _forward(self, model: nn.Module, batch: Any) -> Any:
-            if not torch.is_grad_enabled():  # the search
-                return super()._forward(model, batch)
-            outputs = model(batch[0])
-            states["before"] = torch.get_rng_state()
-            return StepOutput(F.cross_entropy(outputs, batch[1]))
-
-    trainer = Noting(
-        nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), train_dataset=Classes(bad=17, how="label"),
-        loss_fn=F.cross_entropy, batch_size=4, device="cpu", progress_bar=False, callbacks=[After()],
-    )  # fmt: skip
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+    model.register_forward_hook(note)
+    options = {"loss_fn": F.cross_entropy, "callbacks": [callback(on_exception=note)]}
     with pytest.raises(IndexError, match="7"):
-        trainer.train()
-    assert torch.equal(states["after"], states["before"])
+        make_small(Trainer, model, Classes(bad=17, how="label"), **options).train()
+    assert model.training and torch.equal(*states[-2:])
 
 
 def test_sample_of_another_shape_or_the_full_batch_is_reported(trainer_class: Any) -> None:
-    def collate(samples: Any) -> Any:
-        return tuple(map(torch.stack, zip(*samples, strict=True)))
-
-    text = message_of(trainer_class, Classes(bad=17, how="shape"), RuntimeError, data_collator=collate)
+    data = Classes(bad=17, how="shape")
+    text = message_of(trainer_class, data, RuntimeError, data_collator=torch.utils.data.default_collate)
     assert "by the collator for sample 17 of the training set, which differs from the others of the" in text
     assert f"Where: the data of step {step_of(17)} (epoch 1), rank 0." in text
     data = rows(8, torch.float32)  # which all fail
@@ -131,13 +111,12 @@ def test_sample_of_another_shape_or_the_full_batch_is_reported(trainer_class: An
 
 @pytest.mark.parametrize("how", ["getitem", "label"])
 def test_error_of_a_stream_or_loader_reports_the_number(trainer_class: Any, how: str) -> None:
-    data = Streamed(Classes(bad=17, how=how))
+    data = Classes(bad=17, how=how)
     error, samples = (KeyError, "sample 17") if how == "getitem" else (IndexError, "samples 16, 17, 18, 19")
-    text = message_of(trainer_class, data, error, max_steps=9)
-    assert f"{samples} of the training set" in text
-    assert "step 5 (epoch 1), rank 0." in text
+    text = message_of(trainer_class, Streamed(data), error, max_steps=9)
+    assert f"{samples} of the training set" in text and "step 5 (epoch 1), rank 0." in text
     if how == "getitem":
-        loader = DataLoader(Classes(bad=17, how=how), batch_size=4)
+        loader = DataLoader(data, batch_size=4)
         text = message_of(trainer_class, None, KeyError, train_loader=loader, batch_size=8)
         assert "Raised by the loader of the training set for batch 4 of its epoch" in text
         assert "Where: the data of step 5 (epoch 1), rank 0." in text
@@ -153,9 +132,9 @@ def test_error_of_an_evaluation_reports_set_and_sample(trainer_class: Any) -> No
 
 
 def test_error_of_a_callback_backward_pass_or_metric_is_placed(trainer_class: Any) -> None:
-    class Fails(Callback):
+    class Fails(StopAt):
         def on_step_end(self, trainer: Any) -> None:
-            if trainer.progress.step == 2:
+            if trainer.progress.step == self.step:
                 raise ValueError("boom")
 
     def loss_fn(outputs: Any, labels: Any) -> Any:
@@ -165,13 +144,12 @@ def test_error_of_a_callback_backward_pass_or_metric_is_placed(trainer_class: An
     def exact(y_true: Any, y_pred: Any) -> float:
         raise ZeroDivisionError("no rows")
 
-    text = message_of(trainer_class, Classes(), ValueError, callbacks=[Fails(), StopAt(5)])
+    text = message_of(trainer_class, Classes(), ValueError, callbacks=[Fails(2), StopAt(5)])
     assert "Raised by the callback Fails.on_step_end." in text
     assert "Where: after step 2 (epoch 1), rank 0." in text
     text = message_of(trainer_class, Classes(), ZeroDivisionError, loss_fn=loss_fn)
     assert "Where: after step 0 (epoch 1), rank 0." in text
     options = {"eval_dataset": {"web": Classes(8)}, "compute_metrics": ["accuracy", exact], "sanity": False}
     text = message_of(trainer_class, Classes(), ZeroDivisionError, **options)
-    assert "Raised by the metric exact in `compute_metrics`." in text
-    assert "It was to score the evaluation set 'web'." in text
+    assert "Raised by the metric exact in `compute_metrics`.\nIt was to score the evaluation set 'web'." in text
     assert re.search(r"Where: the evaluation after step 6 \(epoch [12]\), rank 0\.", text)

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,17 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import TRAINERS
-from recipes import StopAt, distance, fit, rows, t16, trainer_on_cpu, weights
+from recipes import Holding, StopAt, distance, fit, rows, t16, trainer_on_cpu, weights
 from tiny import VOCABULARY, Tokens, bert, gpt
 from torch import nn
-from transformers import (
-    BartConfig,
-    BartForCausalLM,
-    BertForMaskedLM,
-    BertForPreTraining,
-    MusicgenDecoderConfig,
-    MusicgenForCausalLM,
-)
+from transformers import BartConfig, BartForCausalLM, BertForMaskedLM, BertForPreTraining, MusicgenForCausalLM
+from transformers import MusicgenDecoderConfig as MusicgenConfig
 
 from omnitrain import ConfigError, CrossEntropy, StepOutput, Trainer
 from omnitrain.algorithms.label_smoothing import LabelSmoothing
@@ -50,11 +43,10 @@ class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
-        self.double()
+        self.body = nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)).double()
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        logits = self.head(self.embed(input_ids))
+        logits = self.body(input_ids)
         if labels is None:
             return {"logits": logits}
         return {"loss": F.cross_entropy(logits[:, :-1].mT, labels[:, 1:]), "logits": logits}
@@ -63,11 +55,9 @@ class Own(nn.Module):
 def bart() -> BartForCausalLM:
     """A class whose name says that it shifts labels, and whose loss does not."""
     torch.manual_seed(0)
-    config = BartConfig(
-        vocab_size=VOCABULARY, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16,
-        max_position_embeddings=32, dropout=0.0, is_decoder=True, is_encoder_decoder=False,
-    )  # fmt: skip
-    return BartForCausalLM(config).double()
+    sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 32}
+    return BartForCausalLM(BartConfig(**sizes, dropout=0.0, is_decoder=True, is_encoder_decoder=False)).double()
 
 
 def like_bert(kind: Any) -> nn.Module:
@@ -75,23 +65,18 @@ def like_bert(kind: Any) -> nn.Module:
     return kind(bert().config).double()
 
 
-mlm = functools.partial(like_bert, BertForMaskedLM)
-"""A class whose labels are not shifted."""
-pretraining = functools.partial(like_bert, BertForPreTraining)
-"""A class whose loss is a mean over tokens plus a mean over rows."""
+mlm = functools.partial(like_bert, BertForMaskedLM)  # whose labels are not shifted
+pretraining = functools.partial(like_bert, BertForPreTraining)  # a mean over tokens plus a mean over rows
 
 
 def pairs(size: int = 8) -> list[dict[str, Any]]:
-    data = Tokens(size)
-    return [{**data[index], "next_sentence_label": torch.tensor(index % 2)} for index in range(size)]
+    return [{**Tokens(size)[index], "next_sentence_label": torch.tensor(index % 2)} for index in range(size)]
 
 
 def make(trainer_class: Any, model: Any, batch: int = 8, accumulation: int = 1, **options: Any) -> Any:
-    defaults = {
-        "optimizer": "sgd", "learning_rate": 0.1, "max_grad_norm": None, "max_steps": 1, "batch_size": batch,
-        "gradient_accumulation_steps": accumulation, "eval_batch_size": batch, "log_steps": 1, "data": Tokens(8),
-    }  # fmt: skip
-    return trainer_on_cpu(trainer_class, model, **{**defaults, **options})
+    options = {"optimizer": "sgd", "learning_rate": 0.1, "max_grad_norm": None, "max_steps": 1, **options}
+    options = {"eval_batch_size": batch, "log_steps": 1, "data": Tokens(8), **options}
+    return trainer_on_cpu(trainer_class, model, batch_size=batch, gradient_accumulation_steps=accumulation, **options)
 
 
 def split_distance(build: Callable[..., Any], trainer_class: Any = Trainer, **options: Any) -> float:
@@ -109,22 +94,20 @@ LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "loss_fn": (Own, {"loss_fn": CrossEntropy(shift=True)}),
     "function": (Own, {"loss_fn": lambda out, y: F.cross_entropy(out["logits"][:, :-1].mT, y[:, 1:])}),
     "bart": (bart, {}),
+    "gpt": (gpt, {}),
 }
 
 
 @pytest.mark.parametrize(
-    ("trainer_class", "kind"),
-    [*((Trainer, kind) for kind in LOSSES), (TRAINERS["accelerate"], "own"), (TRAINERS["hf"], "wrapped")],
+    ("name", "kind"), [*(("native", kind) for kind in LOSSES), ("accelerate", "own"), ("hf", "wrapped")]
 )
-def test_shift_is_that_of_the_loss(trainer_class: Any, kind: str) -> None:
+def test_shift_is_that_of_the_loss(name: str, kind: str) -> None:
     """Weights are those of one batch, and metrics by name are of the scores and labels that the loss compares."""
     build, options = LOSSES[kind]
+    metrics = {"eval_dataset": Tokens(8), "load_best_at_end": False, "compute_metrics": ["perplexity", "accuracy"]}
     ends, losses = [], []
     for batch, accumulation in SPLITS:
-        trainer = make(
-            trainer_class, build(), batch, accumulation, eval_dataset=Tokens(8), load_best_at_end=False,
-            compute_metrics=["perplexity", "accuracy"], **options,
-        )  # fmt: skip
+        trainer = make(TRAINERS[name], build(), batch, accumulation, **metrics, **options)
         (row,) = trainer.train()["valid"]
         assert row["eval_perplexity"] == pytest.approx(math.exp(row["eval_loss"]), rel=1e-5)
         ends.append(weights(trainer.model))
@@ -135,10 +118,8 @@ def test_shift_is_that_of_the_loss(trainer_class: Any, kind: str) -> None:
 def test_shift_of_codebooks_is_that_of_the_loss(trainer_class: Any) -> None:
     """Labels of (rows, places, codebooks), whose first place counts although the class is a causal model."""
     torch.manual_seed(0)
-    config = MusicgenDecoderConfig(
-        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16, dropout=0.0,
-        num_codebooks=1, pad_token_id=0, bos_token_id=1,
-    )  # fmt: skip
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MusicgenConfig(**sizes, ffn_dim=16, dropout=0.0, num_codebooks=1, pad_token_id=0, bos_token_id=1)
     model = MusicgenForCausalLM(config).double()
     labels = torch.randint(1, VOCABULARY, (8, 6, 1), generator=torch.Generator().manual_seed(0))
     for row in range(8):
@@ -147,46 +128,40 @@ def test_shift_of_codebooks_is_that_of_the_loss(trainer_class: Any) -> None:
     assert split_distance(lambda: copy.deepcopy(model), trainer_class, data=data) <= 1e-7
 
 
-@pytest.mark.parametrize(
-    ("build", "algorithm"),
-    [(Wrapped, LabelSmoothing(VOCABULARY, 0.3)), (Own, SeqLengthWarmup(9, 4, 1.0, 1)),
-     (mlm, LabelSmoothing(VOCABULARY, 0.3)), (mlm, SeqLengthWarmup(9, 4, 1.0, 1))],
-)  # fmt: skip
-def test_algorithms_use_the_labels_of_the_loss(build: Any, algorithm: Any) -> None:
-    assert split_distance(build, algorithms=[copy.copy(algorithm)]) <= 1e-7
+@pytest.mark.parametrize("algorithm", [LabelSmoothing(VOCABULARY, 0.3), SeqLengthWarmup(9, 4, 1.0, 1)])
+def test_algorithms_use_the_labels_of_the_loss(algorithm: Any) -> None:
+    for build in (mlm, Wrapped if isinstance(algorithm, LabelSmoothing) else Own):
+        assert split_distance(build, algorithms=[copy.copy(algorithm)]) <= 1e-7
 
 
 @pytest.mark.parametrize("losses", [{}, dict.fromkeys("ab", CrossEntropy(shift=True))], ids=["model", "losses"])
 def test_multitask_uses_the_labels_of_each_loss(losses: Any) -> None:
-    results = []
+    ends = []
     for batch, accumulation in SPLITS:
         model, tasks = Wrapped(), MultiTask({"a": Tokens(4), "b": Tokens(4)})
-        unit = MultiTaskUnit(model, losses)
-        evaluated = tasks.evaluation({"a": Tokens(4)}, {"a": "perplexity"})
-        trainer = make(Trainer, model, batch, accumulation, data=tasks, unit=unit, eval_dataset=evaluated)
-        (row,) = trainer.train()["valid"]
+        options = {"unit": MultiTaskUnit(model, losses), "data": tasks}
+        options |= {"eval_dataset": tasks.evaluation({"a": Tokens(4)}, {"a": "perplexity"})}
+        (row,) = make(Trainer, model, batch, accumulation, **options).train()["valid"]
         assert row["eval_a_perplexity"] == pytest.approx(math.exp(row["eval_a_loss"]), rel=1e-5)
-        results.append(weights(trainer.model))
-    assert distance(*results) <= 1e-7
+        ends.append(weights(model))
+    assert distance(*ends) <= 1e-7
 
 
 def test_unit_says_that_it_shifts(caplog: pytest.LogCaptureFixture) -> None:
     """A unit may compute its loss from what no question reaches; then its word counts, and a wrong one is noticed."""
 
-    class Unit:
-        def __init__(self, model: nn.Module, shift: bool) -> None:
-            self.model, self.shift = model, shift
-
-        def __call__(self, batch: Any) -> StepOutput:
+    class Unit(Holding):
+        def __call__(self, batch: Any) -> Any:
             output = self.model(**batch)
             return StepOutput(output["loss"], output["logits"], batch["labels"])
 
         evaluate = __call__
 
     for shift in (True, False):
-        model = Own()
+        unit = Unit(Own())
+        unit.shift = shift
         caplog.clear()
-        row = make(Trainer, model, unit=Unit(model, shift), compute_metrics="perplexity").evaluate(Tokens(8))
+        row = make(Trainer, unit.model, unit=unit, compute_metrics="perplexity").evaluate(Tokens(8))
         assert math.isclose(math.log(row["eval_perplexity"]), row["eval_loss"], rel_tol=1e-5) is shift
         assert ("shift = True" in caplog.text) is not shift
 
@@ -199,8 +174,6 @@ def hidden_weights(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class Weighing(nn.Linear):
-    """Computes the loss itself, with class weights."""
-
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
         scores = super().forward(x)
         return {"loss": hidden_weights(scores, labels), "logits": scores}
@@ -217,8 +190,7 @@ def classes(model: type[nn.Linear] = nn.Linear, **options: Any) -> dict[str, Any
 def test_probe_beside_newer_switches_of_precision() -> None:
     """After them, PyTorch's older function for the precision raises."""
     switches: Any = torch.backends.cuda.matmul
-    before = switches.fp32_precision
-    switches.fp32_precision = "tf32"
+    before, switches.fp32_precision = switches.fp32_precision, "tf32"
     try:
         with pytest.raises(RuntimeError, match="mix of the legacy and new"):
             torch.get_float32_matmul_precision()
@@ -240,33 +212,25 @@ NO_MEANS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("is_evaluated", [False, True], ids=["", "evaluated"])
 @pytest.mark.parametrize(
-    ("kind", "trainer_class"),
-    [*((kind, Trainer) for kind in NO_MEANS), ("function", TRAINERS["accelerate"]), ("model", TRAINERS["hf"])],
+    ("kind", "name"), [*((kind, "native") for kind in NO_MEANS), ("function", "accelerate"), ("model", "hf")]
 )
 def test_loss_that_is_no_mean_is_rejected_if_split(
-    kind: str, trainer_class: Any, is_evaluated: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, name: str, is_evaluated: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The evaluation before step 1 asks the loss first, and only warns."""
     build, message = NO_MEANS[kind]
-
-    def run(batch: int, accumulation: int, **options: Any) -> None:
-        options |= build()
-        options |= {"eval_dataset": options["data"]} if is_evaluated else {}
-        make(trainer_class, batch=batch, accumulation=accumulation, **options).train()
-
+    options = build()
+    options |= {"eval_dataset": options["data"]} if is_evaluated else {}
     with pytest.raises(ConfigError, match=message):
-        run(4, 2, save_dir=tmp_path / "run")
+        make(TRAINERS[name], batch=4, accumulation=2, save_dir=tmp_path / "run", **options).train()
     assert not list((tmp_path / "run").glob("checkpoint*"))
     caplog.clear()
-    run(8, 1)
+    make(TRAINERS[name], **options).train()
     assert caplog.text.count("depends on `eval_batch_size`") == 1
 
 
 def test_unit_trains_a_sum_of_two_means() -> None:
-    class Unit:
-        def __init__(self, model: nn.Module) -> None:
-            self.model = model
-
+    class Unit(Holding):
         def __call__(self, batch: Any) -> Any:
             labels, order = batch["labels"], batch["next_sentence_label"]
             out = self.model(input_ids=batch["input_ids"])
@@ -282,21 +246,17 @@ def test_unit_trains_a_sum_of_two_means() -> None:
     assert distance(*ends) <= 1e-12
 
 
-class Contrastive(nn.Module):
+class Contrastive(nn.Sequential):
     """Compares each sample with the others of its batch, as CLIP does."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.config = t16(), SimpleNamespace(model_type="contrastive")
+    config = SimpleNamespace(model_type="contrastive")
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-        return {"loss": F.cross_entropy(self.body(x) @ y.T, torch.arange(len(x)))}
+        return {"loss": F.cross_entropy(super().forward(x) @ y.T, torch.arange(len(x)))}
 
 
 def test_contrastive_loss_is_reported_not_rejected(caplog: pytest.LogCaptureFixture) -> None:
-    x, y = rows(8).tensors
-    with caplog.at_level(logging.WARNING):
-        make(Trainer, Contrastive(), 4, 2, data=[{"x": x[i], "y": y[i]} for i in range(8)]).train()
+    make(Trainer, Contrastive(*t16()), 4, 2, data=[{"x": x, "y": y} for x, y in rows(8)]).train()
     assert "The loss of Contrastive compares the samples of a batch with each other" in caplog.text
 
 
@@ -306,7 +266,7 @@ class Masked(Own):
     config = SimpleNamespace(model_type="masked", pad_token_id=0)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        logits = super().forward(input_ids)["logits"]
+        logits = self.body(input_ids)
         assert labels is not None
         return {"loss": F.cross_entropy(logits.mT, labels.clamp(min=0), ignore_index=0), "logits": logits}
 
@@ -340,12 +300,9 @@ class Counting(Own):
 
 def test_asking_leaves_no_trace() -> None:
     """A run that asks and one that knows are the same, with dropout and with buffers that count forward passes."""
-    ends = []
-    for known in (False, True):
-        trainer = make(Trainer, Counting(), 4, 2)
-        if known:
-            trainer.loss_mean.shift, trainer.loss_mean.is_checked = True, True
+    asking, knowing = (make(Trainer, Counting(), 4, 2) for _ in range(2))
+    knowing.loss_mean.shift, knowing.loss_mean.is_checked = True, True
+    for trainer in (asking, knowing):
         trainer.train()
         assert int(trainer.model.passes) == 2
-        ends.append(weights(trainer.model))
-    assert distance(*ends) == 0
+    assert distance(weights(asking.model), weights(knowing.model)) == 0

@@ -1,11 +1,9 @@
 """`train(more=...)`: the run that has ended goes on, as if it had been longer from the start."""
 
-import contextlib
 import gc
 import itertools
 import logging
 import math
-import signal
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import Pages, StopAt, Trace, fit, rows, same, t16, weights
+from recipes import FailsAt, Pages, StopAt, Trace, fit, rows, same, t16, weights
 
 from omnitrain import EMA, Callback, CheckpointError, ConfigError, HookCallback, Trainer
 
@@ -30,16 +28,11 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
     return None if request.param == "memory" else tmp_path
 
 
-FALLING: dict[str, Any] = {
-    "eval_dataset": rows(8), "eval_steps": 1, "optimization_metric": "score", "optimization_direction": "max",
-    "sanity": False,
-}  # fmt: skip
-
-
 def falling() -> dict[str, Any]:
-    """Options of runs whose metric gets worse from one evaluation to the next."""
     calls = itertools.count()
-    return {**FALLING, "compute_metrics": lambda targets, predictions: {"score": -float(next(calls))}}
+    metric = {"compute_metrics": lambda targets, predictions: {"score": -float(next(calls))}, "sanity": False}
+    objective = {"optimization_metric": "score", "optimization_direction": "max"}
+    return {"eval_dataset": rows(8), "eval_steps": 1, **metric, **objective}
 
 
 def test_more_continues_from_the_last_weights_not_the_best(folder: Path | None) -> None:
@@ -47,22 +40,19 @@ def test_more_continues_from_the_last_weights_not_the_best(folder: Path | None) 
     assert trainer.train()["best_step"] == 1
     best = weights(trainer.model)
     metrics = trainer.train(more="3ba")
-    whole = fit(made(max_steps=7, load_best_at_end=False, **falling()))
+    longer = fit(made(max_steps=7, load_best_at_end=False, **falling()))
     assert metrics["best_step"] == 1 and same(weights(trainer.model), best)  # of the first part
-    trainer.train(more="1ba")
-    whole.train(more="1ba")
+    fit(trainer, more="1ba"), fit(longer, more="1ba")
     assert metrics["stop_reason"] == "max_steps" and trainer.progress.step == 8
-    states = [[state["momentum_buffer"] for state in other.optimizer.state.values()] for other in (trainer, whole)]
-    assert same(*states)
+    runs = (trainer, longer)
+    assert same(*([state["momentum_buffer"] for state in run.optimizer.state.values()] for run in runs))
 
 
 def test_more_continues_a_run_resumed_at_its_end(tmp_path: Path) -> None:
     """It saves nothing itself: the longer run continues from the checkpoint of the program before."""
-    longer = made(max_steps=5)
-    longer.train()
+    longer = fit(made(max_steps=5))
     made(tmp_path, max_steps=3).train()
-    trainer = made(tmp_path, max_steps=3)
-    trainer.train(resume_from="auto")
+    trainer = fit(made(tmp_path, max_steps=3), resume_from="auto")
     trainer.train(more="2ba")
     assert same(weights(trainer.model), weights(longer.model))
 
@@ -86,10 +76,9 @@ def test_save_in_a_callback_waits_for_no_upload(tmp_path: Path, monkeypatch: pyt
         trainer.save_checkpoint()
         assert len(waits) == before
 
-    waits: list[str] = []
-    trainer = made(tmp_path, max_steps=2, callbacks=[HookCallback({"on_step_end": save})])
-    assert trainer.store is not None
-    monkeypatch.setattr(trainer.store, "finish", lambda tick: waits.append("waited"))
+    waits: list[Any] = []
+    trainer: Any = made(tmp_path, max_steps=2, callbacks=[HookCallback({"on_step_end": save})])
+    monkeypatch.setattr(trainer.store, "finish", waits.append)
     trainer.train()
     trainer.train(more="2ba")
     trainer.save_checkpoint()
@@ -97,14 +86,15 @@ def test_save_in_a_callback_waits_for_no_upload(tmp_path: Path, monkeypatch: pyt
 
 
 def test_more_drops_the_closing_evaluation_of_the_first_run(folder: Path | None) -> None:
-    options: dict[str, Any] = {"eval_dataset": rows(12), "eval_steps": 3, "momentum": 0.0}
-    trainer = made(folder, max_steps=5, model=t16(), algorithms=[EMA(0.5)], **options)
-    assert [row["step"] for row in trainer.train()["valid"]] == [3, 5]
-    assert trainer.metrics["best_step"] == 5
+    def new(folder: Path | None, steps: int) -> Trainer:
+        options: dict[str, Any] = {"eval_dataset": rows(12), "eval_steps": 3, "momentum": 0.0, "max_steps": steps}
+        return fit(made(folder, model=t16(), algorithms=[EMA(0.5)], **options))
+
+    trainer, longer = new(folder, 5), new(None, 10)
+    assert [row["step"] for row in trainer.metrics["valid"]] == [3, 5] and trainer.metrics["best_step"] == 5
     more = trainer.train(more="5ba")
-    whole = made(max_steps=10, model=t16(), algorithms=[EMA(0.5)], **options)
-    assert [row["step"] for row in more["valid"]] == [3, 6, 9, 10] and more["valid"] == whole.train()["valid"]
-    assert same(weights(trainer.model), weights(whole.model))
+    assert [row["step"] for row in more["valid"]] == [3, 6, 9, 10] and more["valid"] == longer.metrics["valid"]
+    assert same(weights(trainer.model), weights(longer.model))
 
 
 def test_more_restarts_patience_after_early_stopping() -> None:
@@ -114,21 +104,13 @@ def test_more_restarts_patience_after_early_stopping() -> None:
     assert trainer.progress.step == 5
 
 
-def interrupt(trainer: Any) -> None:
-    if trainer.progress.step == 4:
-        signal.raise_signal(signal.SIGINT)
-
-
-@pytest.mark.parametrize("ends_by_signal", [False, True])
-def test_more_continues_in_mid_epoch(folder: Path | None, ends_by_signal: bool) -> None:
-    callback = HookCallback({"on_step_end": interrupt}) if ends_by_signal else StopAt(4)
-    trainer, whole = made(folder, epochs=9, callbacks=[callback]), made(max_steps=7)
-    with pytest.raises(KeyboardInterrupt) if ends_by_signal else contextlib.nullcontext():
-        assert trainer.train()["stop_reason"] == "requested"
+def test_more_continues_in_mid_epoch(folder: Path | None) -> None:
+    trainer, longer = fit(made(folder, epochs=9, callbacks=[StopAt(4)])), made(max_steps=7)
+    assert trainer.stop_reason == "requested"
     metrics = trainer.train(more="1ep")
     assert trainer.epochs == pytest.approx(7 / 3) and trainer.progress.step == 7
-    assert metrics["train_metrics_history"] == whole.train()["train_metrics_history"]
-    assert same(weights(trainer.model), weights(whole.model))
+    assert metrics["train_metrics_history"] == longer.train()["train_metrics_history"]
+    assert same(weights(trainer.model), weights(longer.model))
 
 
 def test_more_warns_of_a_jump_of_the_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -148,44 +130,40 @@ def test_more_warns_of_a_jump_of_the_schedule(tmp_path: Path, caplog: pytest.Log
     assert constant.optimizer.param_groups[0]["lr"] == 0.5
 
 
+class CountsEvaluations(Callback):
+    count = 0
+
+    def on_eval_end(self, trainer: Any, metrics: Any) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
 def test_more_keeps_callback_state_and_test_rows(tmp_path: Path) -> None:
-    class Counting(Callback):
-        def __init__(self) -> None:
-            self.evaluations = 0
-
-        def on_eval_end(self, trainer: Any, metrics: Any) -> None:
-            self.evaluations += 1
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"evaluations": self.evaluations}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.evaluations = state["evaluations"]
-
-    counting, sets = Counting(), {"eval_dataset": rows(8), "test_dataset": rows(4)}
+    counting, sets = CountsEvaluations(), {"eval_dataset": rows(8), "test_dataset": rows(4)}
     trainer = fit(made(tmp_path, max_steps=5, eval_steps=3, callbacks=[counting], **sets))
     trainer.test()
     metrics = trainer.train(more="1ba")
-    assert counting.evaluations == 2  # those of steps 3 and 6: that of step 5 closed a run which is now longer
+    assert counting.count == 2  # those of steps 3 and 6: that of step 5 closed a run which is now longer
     assert [row["step"] for row in metrics["test"]] == [trainer.metrics["best_step"]]
 
 
 def test_more_continues_streams(tmp_path: Path) -> None:
+    longer = fit(made(max_steps=8, train_dataset=Pages(12)))
     for folder, length in ((tmp_path, {"max_steps": 4}), (None, {"epochs": 1})):
-        trainer, whole = made(folder, train_dataset=Pages(12), **length), made(max_steps=8, train_dataset=Pages(12))
-        trainer.train()
+        trainer = fit(made(folder, train_dataset=Pages(12), **length))
         trainer.train(more=f"{8 - trainer.progress.step}ba")
-        whole.train()
-        assert same(weights(trainer.model), weights(whole.model))
+        assert same(weights(trainer.model), weights(longer.model))
     lost = fit(made(max_steps=4, train_dataset=Pages(12)))
     with pytest.raises(ConfigError, match="inside an epoch needs a `save_dir`"):
         lost.train(more="1ba")
 
 
 def test_more_that_cannot_continue_is_an_error(tmp_path: Path) -> None:
-    def fail(trainer: Any) -> None:
-        raise ValueError("no")
-
     def reject(trainer: Trainer, words: str, *args: Any, more: Any = 1, error: type[Exception] = ConfigError) -> None:
         with pytest.raises(error, match=words):
             trainer.train(*args, more=more)
@@ -201,13 +179,12 @@ def test_more_that_cannot_continue_is_an_error(tmp_path: Path) -> None:
     reject(trainer, r"`trainer\.optimizer` was assigned since")
     trainer.load_checkpoint("last")
     reject(trainer, r"load_checkpoint\(\) has restored another state")
-    light, lost = made(tmp_path / "light", max_steps=1, save_only_model=True), made(tmp_path / "lost", max_steps=1)
-    light.train()
+    light = fit(made(tmp_path / "light", max_steps=1, save_only_model=True))
     reject(light, "save_only_model=True keeps only weights")
-    failing = made(max_steps=2, callbacks=[HookCallback({"on_step_end": fail})])
-    with pytest.raises(ValueError, match="no"):
+    failing = made(model=FailsAt(2), max_steps=2)
+    with pytest.raises(RuntimeError, match="boom"):
         failing.train()
     reject(failing, "its last run failed")
-    lost.train()
+    lost = fit(made(tmp_path / "lost", max_steps=1))
     (tmp_path / "lost" / "checkpoint-1" / "omnitrain.json").unlink()
     reject(lost, "checkpoint-1", more="1ba", error=CheckpointError)

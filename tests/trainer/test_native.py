@@ -1,8 +1,6 @@
 """What only one device and its loss scaler can show; what all trainers share is in test_parity.py."""
 
 import gc
-import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from recipes import Sentences, Tagger, Trace, distance, fit, rows, same, t16, weights
-from safetensors.torch import load_file
 from torch import nn
 
-from omnitrain import (
-    EMA,
-    SAM,
-    Algorithm,
-    BaseTrainer,
-    ConfigError,
-    DataError,
-    DistributedError,
-    GradualUnfreezing,
-    HookCallback,
-    MixUp,
-    Trainer,
-)
+import omnitrain
+from omnitrain import EMA, SAM, Algorithm, BaseTrainer, ConfigError, DataError, HookCallback, MixUp, Trainer
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "progress_bar": False, "loss_fn": F.mse_loss}
 
@@ -35,8 +21,6 @@ def make(model: nn.Module, data: Any, **options: Any) -> Trainer:
 
 
 class Custom(BaseTrainer):
-    """A loop of the user's own."""
-
     def _setup_training_components(self) -> None:
         self.model.to(self.device)
 
@@ -45,30 +29,28 @@ class Custom(BaseTrainer):
 
     def _train_epoch(self, epoch: int) -> float:
         self.model.train()
-        total = 0.0
+        losses = []
         for batch in self.train_loader:
             x, y = self._prepare_batch(batch)
             loss = F.mse_loss(self.model(x), y)
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
-            total += loss.item()
-        return total / len(self.train_loader)
+            losses.append(loss.item())
+        return sum(losses) / len(losses)
 
 
 @pytest.mark.parametrize("kind", [Trainer, Custom])
-def test_trainer_rejects_several_processes(
-    kind: type[BaseTrainer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_trainer_rejects_several_processes(kind: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(DistributedError, match=rf"^{kind.__name__} .* one of 2, .* Use AccelerateTrainer"):
+    with pytest.raises(omnitrain.DistributedError, match=rf"^{kind.__name__} .* one of 2, .* Use AccelerateTrainer"):
         kind(t16(), rows(8), save_dir=tmp_path / "run", **OPTIONS)
     assert not (tmp_path / "run").exists()
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.delenv("RANK")  # the other is left in the environment by hand
     assert kind(t16(), rows(8), **OPTIONS).world_size == 1
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("RANK")  # left in the environment by hand
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     assert kind(t16(), rows(8), **OPTIONS).world_size == 1
 
 
@@ -83,34 +65,14 @@ def test_micro_batch_without_labels_changes_nothing() -> None:
 
 
 def test_sum_reduction_adds_up_losses() -> None:
-    split, whole = t16(), t16()
-    options: dict[str, Any] = {"optimizer": torch.optim.SGD, "learning_rate": 1e-3, "grad_reduction": "sum"}
-    loss = nn.MSELoss(reduction="sum")
-    make(
-        split, rows(7), loss_fn=loss, epochs=1, max_grad_norm=None, batch_size=2, gradient_accumulation_steps=4,
-        **options,
-    ).train()  # fmt: skip
-    optimizer = torch.optim.SGD(whole.parameters(), lr=1e-3)
-    loss(whole(rows(7).tensors[0]), rows(7).tensors[1]).backward()
+    split, reference, loss = t16(), t16(), nn.MSELoss(reduction="sum")
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD, "learning_rate": 1e-3, "epochs": 1, "max_grad_norm": None}
+    options |= {"loss_fn": loss, "grad_reduction": "sum", "batch_size": 2, "gradient_accumulation_steps": 4}
+    make(split, rows(7), **options).train()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=1e-3)
+    loss(reference(rows(7).tensors[0]), rows(7).tensors[1]).backward()
     optimizer.step()
-    assert distance(weights(split), weights(whole)) <= 1e-14
-
-
-@pytest.mark.parametrize(("reduction", "batch", "accumulation"), [("mean", 3, 3), ("per-token-mean", 1, 8)])
-def test_unit_of_sum_and_count_gives_the_mean_of_the_window(reduction: str, batch: int, accumulation: int) -> None:
-    def unit(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-        count = int((batch["labels"] != -100).sum())
-        return model(**batch)["loss"] * count, count
-
-    model, reference, traces = Tagger(), Tagger(), [Trace(), Trace()]
-    options: dict[str, Any] = {"optimizer": torch.optim.SGD, "epochs": 1, "max_grad_norm": None, "loss_fn": None}
-    make(
-        model, Sentences(8), unit=unit, grad_reduction=reduction, batch_size=batch,
-        gradient_accumulation_steps=accumulation, callbacks=[traces[0]], **options,
-    ).train()  # fmt: skip
-    make(reference, Sentences(8), batch_size=8, callbacks=[traces[1]], **options).train()
-    assert distance(weights(model), weights(reference)) <= 1e-15
-    assert traces[0].logs[0]["loss"] == pytest.approx(traces[1].logs[0]["loss"], abs=1e-14)
+    assert distance(weights(split), weights(reference)) <= 1e-14
 
 
 def test_custom_loop_of_three_overrides_has_all_features() -> None:
@@ -125,15 +87,12 @@ def test_custom_loop_of_three_overrides_has_all_features() -> None:
     assert trace.events.count("epoch_end") == 3
 
 
-ALGORITHMS: dict[str, Any] = {"ema": lambda: EMA(0.5), "freezing": GradualUnfreezing}
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ["EMA", "GradualUnfreezing"])
 def test_custom_loop_supports_averages_and_freezing(name: str, tmp_path: Path) -> None:
     results: list[Any] = []
     for kind, clip in ((Custom, 1.0), (Trainer, None)):
         options = {**OPTIONS, "batch_size": 4, "epochs": 2, "learning_rate": 0.05, "max_grad_norm": clip}
-        options |= {"algorithms": [ALGORITHMS[name]()], "save_dir": tmp_path / kind.__name__}
+        options |= {"algorithms": [getattr(omnitrain, name)()], "save_dir": tmp_path / kind.__name__}
         trainer = kind(t16(), rows(20), rows(6), **options)
         metrics = trainer.train()
         results.append((weights(trainer.get_model()), metrics["valid"]))
@@ -155,48 +114,38 @@ def test_custom_loop_rejects_algorithms_that_it_never_calls() -> None:
         with pytest.raises(ConfigError, match=rf"{type(algorithm).__name__}, whose {place}\(\) nothing calls"):
             Custom(model, rows(20), algorithms=[algorithm], **options).train()
         assert same(weights(model), weights(t16()))
-    halved = [kind(t16(), rows(20), algorithms=[Halve(), EMA()], **options) for kind in (Through, Trainer)]
-    for trainer in halved:
-        trainer.train()
+    halved = [fit(kind(t16(), rows(20), algorithms=[Halve(), EMA()], **options)) for kind in (Through, Trainer)]
     assert same(*(weights(trainer.get_model()) for trainer in halved))
 
 
 def test_custom_loop_needs_no_training_set() -> None:
     class Tasks(Trainer):
-        tasks = (rows(8), rows(9))
-
         def _train_epoch(self, epoch: int) -> float:
-            loss = torch.zeros(())
-            for data in self.tasks:
+            for data in (rows(8), rows(9)):
                 x, y = data.tensors
-                loss = F.mse_loss(self.model(x), y)
                 self.optimizer.zero_grad()
-                loss.backward()
+                F.mse_loss(self.model(x), y).backward()
                 self.optimizer.step()
-            return loss.item()
+            return 0.0
 
-    trainer = Tasks(t16(), eval_dataset=rows(4), epochs=2, **OPTIONS)
-    metrics = trainer.train()
-    assert trainer.progress.step == 4 and len(metrics["valid"]) == 2
+    trainer = fit(Tasks(t16(), eval_dataset=rows(4), epochs=2, **OPTIONS))
+    assert trainer.progress.step == 4 and len(trainer.metrics["valid"]) == 2
 
 
 def test_custom_loop_steps_the_schedule_by_step_or_epoch() -> None:
     class Stepping(Custom):
         def _train_epoch(self, epoch: int) -> float:
             handle = self.optimizer.register_step_post_hook(lambda *_: self.lr_scheduler.step())
-            try:
-                return super()._train_epoch(epoch)
-            finally:
-                handle.remove()
+            loss = super()._train_epoch(epoch)
+            handle.remove()
+            return loss
 
     for kind, options in ((Stepping, {}), (Custom, {"scheduler_interval": "epoch"})):
         trainer = fit(kind(t16(), rows(20), **OPTIONS, epochs=2, lr_scheduler="cosine", **options))
         assert trainer.lr_scheduler.last_epoch > 0
 
 
-class Forgetful(Custom):
-    def _train_epoch(self, epoch: int) -> Any:
-        super()._train_epoch(epoch)
+FORGETFUL: Any = type("Forgetful", (Custom,), {"_train_epoch": lambda self, epoch: self.optimizer.step()})
 
 
 def loss_unit(batch: Any) -> torch.Tensor:
@@ -205,7 +154,7 @@ def loss_unit(batch: Any) -> torch.Tensor:
 
 NOT_STEPPED = r"not stepped in an epoch .*scheduler_interval='epoch'"
 WRONG: list[tuple[type[BaseTrainer], dict[str, Any], type[Exception], str]] = [
-    (Forgetful, {}, ValueError, "_train_epoch must return"),
+    (FORGETFUL, {}, ValueError, "_train_epoch must return"),
     (Custom, {"epochs": 2, "warmup_steps": 2}, ConfigError, NOT_STEPPED),
     (Custom, {"epochs": 2, "lr_scheduler": "cosine"}, ConfigError, NOT_STEPPED),
     (Trainer, {"grad_reduction": "per-token-mean"}, DataError, "per-token-mean"),
@@ -220,23 +169,6 @@ def test_trainer_rejects_wrong_loops_and_options(kind: Any, options: Any, error:
         kind(t16(), rows(20), **{**OPTIONS, **options}).train()
 
 
-def test_no_number_is_read_from_the_device_between_logs(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, per_step = {"now": 0}, list[int]()
-    for name in ("item", "cpu", "tolist", "__bool__", "__float__", "__int__", "__index__"):
-        original = getattr(torch.Tensor, name)
-
-        def counted(self: torch.Tensor, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-            counts["now"] += 1
-            return _original(self, *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, name, counted)
-
-    count = HookCallback({"on_step_end": lambda trainer: per_step.append(counts["now"])})
-    make(t16(), rows(80), batch_size=4, epochs=1, log_steps=10, callbacks=[count]).train()
-    between = [b - a for i, (a, b) in enumerate(itertools.pairwise(per_step), start=1) if i % 10]
-    assert between and not any(between)
-
-
 def test_objects_do_not_accumulate_over_steps() -> None:
     counts = []
 
@@ -248,14 +180,3 @@ def test_objects_do_not_accumulate_over_steps() -> None:
     watch = HookCallback({"on_step_end": count})
     make(t16(), rows(40), batch_size=8, epochs=30, log_steps=50, callbacks=[watch]).train()
     assert counts[1] - counts[0] < 300  # a row of metrics per epoch, and less than one object per step
-
-
-def test_save_model_writes_weights_and_replaces_none(tmp_path: Path) -> None:
-    trainer = make(torch.compile(t16(), backend="eager"), rows(8), save_dir=tmp_path)
-    trainer.save_model(tmp_path / "model")
-    assert set(load_file(tmp_path / "model" / "model.safetensors")) == set(t16().state_dict())
-    with pytest.raises(ValueError, match="overwrite=True"):
-        trainer.save_model(tmp_path / "model")
-    trainer.save_model(tmp_path / "model", overwrite=True)
-    path = trainer.save_metrics("test", trainer.evaluate(rows(4), prefix="test"))
-    assert set(json.loads(path.read_text())) == {"test_loss"}

@@ -1,6 +1,5 @@
 """Out-of-memory errors: their reports, and `microbatch_size`, a number or "auto", which halves micro-batches."""
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from devices import KINDS, make
+from marks import make_small
 from recipes import Holding, Starving, StopAt, distance, fit, no_room, rows, same, t16, trainer_on_cpu, weights
 from torch import nn
 from torch.utils.data import DataLoader
@@ -20,7 +20,6 @@ GB = 10**9
 
 
 def remedies(shortage: Shortage) -> dict[str, str]:
-    """Return the remedies of a report and their gains."""
     lines = format_oom_report(shortage).splitlines()[2:]
     return {name.strip(): gain for name, _, gain in (line.rpartition(": ") for line in lines)}
 
@@ -68,19 +67,19 @@ def test_oom_report_of_the_first_step_adds_future_state() -> None:
 def oom_note(trainer: Any, work: str = "train") -> str:
     with pytest.raises(RuntimeError) as caught:
         getattr(trainer, work)()
-    notes = [note for note in caught.value.__notes__ if note.startswith("Memory ran out")]
-    assert len(notes) == 1
-    return notes[0]
+    (note,) = [note for note in caught.value.__notes__ if note.startswith("Memory ran out")]
+    return note
 
 
-def options_of(kind: str, tmp_path: Path, **options: Any) -> dict[str, Any]:
-    return {"loss_fn": F.mse_loss, "batch_size": 8, "save_dir": tmp_path if kind == "hf" else None, **options}
+def on_cpu(kind: str, model: nn.Module, *data: Any, folder: Path, **options: Any) -> Any:
+    options = {"loss_fn": F.mse_loss, "batch_size": 8, "save_dir": folder if kind == "hf" else None, **options}
+    return make(kind, torch.device("cpu"), model, *data, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_oom_error_has_a_report_on_every_trainer(kind: str, tmp_path: Path) -> None:
     model = Starving(room=4, start=2)
-    text = oom_note(make(kind, torch.device("cpu"), model, rows(32), **options_of(kind, tmp_path)))
+    text = oom_note(on_cpu(kind, model, rows(32), folder=tmp_path))
     moments = 2 * sum(parameter.nbytes for parameter in model.parameters())
     size = moments / 2 + sum(buffer.nbytes for buffer in model.buffers())
     assert f"in training, and this is what was in it: parameters {size / 1e6:.1f} MB" in text
@@ -88,40 +87,26 @@ def test_oom_error_has_a_report_on_every_trainer(kind: str, tmp_path: Path) -> N
     assert "microbatch_size=4 (instead of 8; the same step, in more parts)" in text
 
 
-def starve(module: nn.Module, inputs: Any) -> None:
-    """A hook by which memory runs out in an evaluation."""
-    if not module.training:
-        raise no_room()
-
-
 @pytest.mark.parametrize(("kind", "options"), [*((kind, {"sanity": False}) for kind in KINDS), ("native", {})])
 def test_oom_error_in_an_evaluation_reports_its_batch_size(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 1).double())
-    model.register_forward_pre_hook(starve)
-    trainer = make(kind, torch.device("cpu"), model, rows(8), rows(8), **options_of(kind, tmp_path, **options))
+    trainer = on_cpu(kind, ShortOfMemory(0), rows(8), rows(8), folder=tmp_path, **options)
     text = oom_note(trainer)
     assert "in evaluation" in text and "eval_batch_size=4 (instead of 8)" in text and "microbatch_size" not in text
     assert "in evaluation" in oom_note(trainer, "evaluate")
-    other = make(kind, torch.device("cpu"), nn.Linear(3, 1).double(), rows(8), **options_of(kind, tmp_path))
     with pytest.raises(RuntimeError) as caught:
-        other.train()
+        on_cpu(kind, nn.Linear(3, 1).double(), rows(8), folder=tmp_path).train()
     assert not any(note.startswith("Memory") for note in caught.value.__notes__)
-
-
-# --- smaller micro-batches
 
 
 def trained(model: nn.Module, data: Any = None, resume_from: str | None = None, **options: Any) -> Trainer:
     """Train in steps of 8 of 20 rows: the last of an epoch has 4."""
-    defaults = {"batch_size": 8, "epochs": 3, "learning_rate": 0.05, "loss_fn": F.mse_loss, "log_steps": 1}
-    if "unit" in options:
-        del defaults["loss_fn"]
+    defaults = {"batch_size": 8, "epochs": 3, "learning_rate": 0.05, "log_steps": 1}
+    defaults |= {} if "unit" in options else {"loss_fn": F.mse_loss}
     data = rows(20) if data is None and "train_loader" not in options else data
     return fit(trainer_on_cpu(Trainer, model, data, **{**defaults, **options}), resume_from)
 
 
 def tensors(trainer: Any) -> list[torch.Tensor]:
-    """Weights and statistics."""
     return [*weights(trainer.model), *trainer.model.buffers()]
 
 
@@ -147,19 +132,15 @@ def test_microbatches_of_any_size_weigh_targets_of_a_unit() -> None:
         assert (split.progress.tokens, split.progress.samples) == (full.progress.tokens, full.progress.samples)
 
 
-class Loader:
-    """A loader whose rows are not counted, so that a resume goes by batches."""
-
+class Loader:  # whose rows are not counted, so that a resume goes by batches
     def __iter__(self) -> Any:
         return iter(DataLoader(rows(20), batch_size=4))
 
 
 def test_microbatches_of_a_loader_are_resumed(tmp_path: Path) -> None:
     def run(folder: str, **options: Any) -> Trainer:
-        return trained(
-            Starving(), train_loader=Loader(), batch_size=8, gradient_accumulation_steps=2, microbatch_size=2,
-            save_dir=tmp_path / folder, save_steps=100, **options,
-        )  # fmt: skip
+        options |= {"train_loader": Loader(), "gradient_accumulation_steps": 2, "microbatch_size": 2, "save_steps": 100}
+        return trained(Starving(), save_dir=tmp_path / folder, **options)
 
     straight = run("straight")
     assert run("cut", callbacks=[StopAt(5)]).progress.batches_in_epoch == 4
@@ -167,18 +148,13 @@ def test_microbatches_of_a_loader_are_resumed(tmp_path: Path) -> None:
 
 
 def test_microbatch_size_is_validated() -> None:
-    class Own(BaseTrainer):
-        def _train_epoch(self, epoch: int) -> float:
-            for x, y in self.train_loader:
-                F.mse_loss(self.model(x), y).backward()
-                self.optimizer.step()
-            return 0.0
-
     for size in (0, 2.0, True, "large"):
         with pytest.raises(ConfigError, match="`microbatch_size` must be a positive integer, 'auto' or None, got"):
             Trainer(t16(), rows(8), microbatch_size=size)  # type: ignore[arg-type]
+    step = lambda self, epoch: self.optimizer.step() or 0.0  # noqa: E731
+    custom = type("Own", (BaseTrainer,), {"_train_epoch": step})
     with pytest.raises(ConfigError, match="`microbatch_size=2` has no effect on a custom `_train_epoch`"):
-        Own(t16(), rows(8), device="cpu", microbatch_size=2, progress_bar=False).train()
+        custom(t16(), rows(8), device="cpu", microbatch_size=2, progress_bar=False).train()
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -193,10 +169,7 @@ def test_auto_equals_the_size_that_fits(where: str) -> None:
 
 
 class Counts(Algorithm):
-    """Scales each loss by the number of losses, which is its state."""
-
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
     def transform_loss(self, trainer: Any, loss: torch.Tensor) -> torch.Tensor:
         self.count += 1
@@ -223,18 +196,14 @@ def test_auto_restores_the_state_of_algorithms() -> None:
     assert same(tensors(halved), tensors(small))
 
 
-KEEPS_NORM = HookCallback({"on_epoch_start": lambda trainer: trainer.model.norm.eval()})
-"""One row has no statistics."""
+KEEPS_NORM = HookCallback({"on_epoch_start": lambda trainer: trainer.model.norm.eval()})  # one row has no statistics
 
 
 def test_auto_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     options = {"batch_size": 4, "loss_fn": F.l1_loss, "grad_reduction": "mean", "callbacks": [KEEPS_NORM]}
-    with caplog.at_level(logging.WARNING, "omnitrain"):
-        trained(Starving(room=1, start=1, dropout=0), rows(16), microbatch_size="auto", **options)
+    trained(Starving(room=1, start=1, dropout=0), rows(16), microbatch_size="auto", **options)
     (message,) = (text for text in caplog.messages if "memory" in text)
-    assert message.startswith(
-        "Step 2 has run out of memory with micro-batches of 4 rows. From here on they are of 1 at"
-    )
+    assert "Step 2 has run out of memory with micro-batches of 4 rows. From here on they are of 1 at" in message
     assert "Pass microbatch_size=1 to begin with that. BatchNorm takes its statistics of one micro-batch." in message
 
 
@@ -245,20 +214,18 @@ def test_row_that_never_fits_is_an_error() -> None:
     assert "at one row at a time" in "".join(caught.value.__notes__) and small.sizes == [8, 4, 2, 1]
 
 
-class ShortOfMemory(nn.Module):
-    """A model that has room for few rows in evaluations."""
-
+class ShortOfMemory(nn.Linear):
     def __init__(self, room: int) -> None:
-        super().__init__()
-        self.layer, self.room = nn.Linear(4, 1).double(), room
-        self.sizes: list[int] = []
+        torch.manual_seed(0)
+        super().__init__(4, 1, dtype=torch.float64)
+        self.room, self.sizes = room, list[int]()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
             self.sizes.append(len(x))
             if len(x) > self.room:
                 raise no_room()
-        return self.layer(x)
+        return super().forward(x)
 
 
 def mean_error(y_true: Any, y_pred: Any) -> dict[str, float]:
@@ -267,28 +234,19 @@ def mean_error(y_true: Any, y_pred: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_auto_halves_batches_of_evaluations(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    results, predictions = [], []
+    results: list[Any] = []
     for room in (100, 3):
-        torch.manual_seed(0)
-        model = ShortOfMemory(room)
-        options = options_of(kind, tmp_path / str(room), microbatch_size="auto", eval_batch_size=7, sanity=room == 3)
-        trainer = make(
-            kind, torch.device("cpu"), model, rows(8), rows(16), compute_metrics=["mae", mean_error], **options
-        )
-        trainer.train()
-        results.append(trainer.evaluate())
-        predictions.append(trainer.predict(rows(16)))
+        options = {"microbatch_size": "auto", "eval_batch_size": 7, "compute_metrics": ["mae", mean_error]}
+        model, folder = ShortOfMemory(room), tmp_path / str(room)
+        trainer = fit(on_cpu(kind, model, rows(8), rows(16), folder=folder, sanity=room == 3, **options))
+        results.append((trainer.evaluate(), *trainer.predict(rows(16))[:2]))
     assert model.sizes[:4] == [7, 4, 2, 2] and max(model.sizes[4:]) == 2
-    assert {name: pytest.approx(value, rel=1e-12) for name, value in results[0].items()} == results[1]
-    for arrays in zip(*(prediction[:2] for prediction in predictions), strict=True):
-        assert arrays[0].shape == arrays[1].shape and abs(arrays[0] - arrays[1]).max() < 1e-12
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
     assert caplog.text.count("An evaluation has run out of memory") == 2
 
 
-def test_evaluation_without_room_for_one_row_ends(tmp_path: Path) -> None:
+def test_evaluation_without_room_for_one_row_ends() -> None:
     for room, options in ((0, {"microbatch_size": "auto"}), (3, {"microbatch_size": 2}), (3, {})):
-        trainer = trainer_on_cpu(
-            Trainer, ShortOfMemory(room), None, eval_dataset=rows(8), loss_fn=F.mse_loss, **options
-        )
+        trainer = make_small(Trainer, ShortOfMemory(room), eval_dataset=rows(8), **options)
         with pytest.raises(torch.OutOfMemoryError):
             trainer.evaluate()
