@@ -16,7 +16,7 @@ from resuming import Killed
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from omnitrain import AccelerateTrainer, Callback, ConfigError, HFTrainer, Trace
+from omnitrain import AccelerateTrainer, Callback, ConfigError, Event, HFTrainer, Trace
 from omnitrain.callbacks.trace import TRACED
 from omnitrain.data.sampling import EpochSampler
 
@@ -43,7 +43,6 @@ def other_data() -> TensorDataset:
 
 
 def at(step: int, action: Any, event: str = "on_step_start") -> Callback:
-    """Return a callback that acts on the trainer in a step, counted from 1."""
     return callback(**{event: lambda trainer: action(trainer) if trainer.progress.step + 1 == step else None})
 
 
@@ -89,8 +88,6 @@ def test_trace_shows_what_parts_first(options: dict[str, Any], expected: tuple[i
 
 @pytest.mark.parametrize("step", [3, 6, 8])
 def test_trace_continues_after_a_kill(step: int, tmp_path: Path) -> None:
-    """And in a longer run."""
-
     def run(folder: str, *callbacks: Callback, **options: Any) -> None:
         trainer = small_trainer(save_dir=tmp_path / folder, callbacks=[*callbacks, Trace()], model=t16(0.2), **options)
         trainer.train(resume_from="auto")
@@ -103,6 +100,18 @@ def test_trace_continues_after_a_kill(step: int, tmp_path: Path) -> None:
     run("b", epochs=2)
     run("b", epochs=3)
     assert read(tmp_path / "b") == read(tmp_path / "a")
+
+
+def test_trace_drops_rows_after_a_rewind(tmp_path: Path) -> None:
+    def go_back(trainer: Any) -> None:
+        if trainer.progress.step == 6 and not rewinds:
+            rewinds.append(6)
+            trainer.progress.step = 4
+            trainer.lifecycle.emit(Event.CHECKPOINT_LOADED)
+
+    rewinds = list[int]()
+    lines = traced(tmp_path / "a", callback(on_step_start=go_back), max_steps=8, epochs=3)
+    assert [line["step"] for line in lines] == [*range(1, 9)]
 
 
 def whole_numbers() -> dict[str, Any]:

@@ -53,7 +53,6 @@ def test_late_copies_change_no_number(kind: str, tmp_path: Path) -> None:
 
 
 def train_replayed(kind: str, compile: bool | None) -> tuple[Any, list[torch.Tensor]]:
-    """Train and predict with all that keeps outputs: micro-batches, algorithms, metrics by name and by function."""
     metrics = ["mae", lambda prediction: {"largest": float(prediction.predictions.max())}]
     options = {"gradient_accumulation_steps": 2, "algorithms": [EMA(0.5)], "log_steps": 2, "compile": compile}
     with FakeDevice() as device:

@@ -78,6 +78,9 @@ def test_tokenizer_is_saved_with_models_and_checkpoints(kind: str, in_background
     trainer = fit(make(TRAINERS[kind], bert(), sentences(), **options))
     assert trainer.save_model(tmp_path / "model") == tmp_path / "model"
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    if kind == "native":
+        with pytest.raises(ConfigError, match="overwrite=True"):
+            trainer.save_model(tmp_path / "model")
     for folder in (tmp_path / "best", tmp_path / "last", tmp_path / "model"):
         saved = AutoTokenizer.from_pretrained(folder.resolve())
         assert (saved.padding_side, saved.pad_token, saved("w3")["input_ids"]) == ("left", "w1", [3])
@@ -370,24 +373,18 @@ def in_thread(call: Callable[..., Any], *args: Any) -> Any:
         return pool.submit(call, *args).exception()
 
 
-CALLS: dict[str, Callable[[Any], Any]] = {
-    "compile": lambda trainer: trainer.compile(),
-    "evaluate": lambda trainer: trainer.evaluate(rows(8)),
-    "predict": lambda trainer: trainer.predict(rows(8)),
-    "test": lambda trainer: trainer.test(rows(8)),
-    "train": lambda trainer: trainer.train(),
-}
+CALLS: dict[str, Any] = {"compile": (), "evaluate": (rows(8),), "predict": (rows(8),), "test": (rows(8),), "train": ()}
 
 
 def test_calls_in_another_thread_than_train_are_rejected(trainer_class: Any) -> None:
     """They would share random numbers; in the run's thread they work, also on another trainer, and so after the run."""
 
     def nested(trainer: Any) -> None:
-        for name, call in CALLS.items():
-            error = in_thread(call, other)
+        for name, args in CALLS.items():
+            error = in_thread(getattr(other, name), *args)
             assert isinstance(error, ConfigError) and "'MainThread' of this program trains" in str(error)
             assert f"`{name}()` was called in" in str(error) and other.progress.step == 0
-            call(other)
+            getattr(other, name)(*args)
 
     options = {"loss_fn": nn.MSELoss(), "max_steps": 1}
     other, third = (make(trainer_class, t16(dropout=0.5), rows(8), **options) for _ in range(2))

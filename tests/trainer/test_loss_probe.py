@@ -167,6 +167,7 @@ def test_unit_says_that_it_shifts(caplog: pytest.LogCaptureFixture) -> None:
 
 
 CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64)
+WEIGHTED = functools.partial(F.cross_entropy, weight=CLASS_WEIGHTS)
 
 
 def hidden_weights(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -201,10 +202,7 @@ def test_probe_beside_newer_switches_of_precision() -> None:
 
 NO_MEANS: dict[str, tuple[Any, str]] = {
     "two means": (lambda: {"model": pretraining(), "data": pairs()}, "The loss of BertForPreTraining .*Pass a `unit`"),
-    "partial": (
-        lambda: classes(loss_fn=functools.partial(F.cross_entropy, weight=CLASS_WEIGHTS)),
-        r"`loss_fn` \(partial\) .*mean_over",
-    ),
+    "partial": (lambda: classes(loss_fn=WEIGHTED), r"`loss_fn` \(partial\) .*mean_over"),
     "function": (lambda: classes(loss_fn=hidden_weights), r"`loss_fn` \(hidden_weights\) .*mean_over"),
     "model": (lambda: classes(Weighing), "The loss of Weighing .*Pass a `unit`"),
 }

@@ -65,7 +65,6 @@ def check(name: str, number: int, event: str, expected: Any, folder: Path, kind:
 
 
 def test_signal_in_or_after_the_last_step_ends_the_run(straight: tuple[str, list[str], Any], tmp_path: Path) -> None:
-    """The step is finished first."""
     name, events, expected = straight
     for event in ("step_start", "eval_batch_start", "save_end", "log") if name == "native" else ("save_end",):
         number, kind = len(events) - events[::-1].index(event), signal.SIGINT if event == "log" else signal.SIGTERM
