@@ -26,16 +26,14 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 HITS = {
-    "accuracy": sk.accuracy_score,
-    "hamming_loss": sk.hamming_loss,
-    "zero_one_loss": sk.zero_one_loss,
+    "accuracy": sk.accuracy_score, "hamming_loss": sk.hamming_loss, "zero_one_loss": sk.zero_one_loss,
     **{
         f"{stem}_{average}": partial(getattr(sk, f"{stem}_score"), average=average, zero_division=0)
         for stem in ("f1", "precision", "recall", "jaccard")
         for average in ("macro", "micro", "weighted")
     },
     "f2_macro": partial(sk.fbeta_score, beta=2, average="macro", zero_division=0),
-}
+}  # fmt: skip
 """Of labels and predictions: classes, or several labels a sample."""
 CLASS_HITS = HITS | {
     "balanced_accuracy_score": sk.balanced_accuracy_score, "matthews_corrcoef": sk.matthews_corrcoef,
@@ -168,13 +166,19 @@ EDGES = {
     "confident scores": (["roc_auc"], [[0.0, 100.0], [0.0, 101.0], [0.0, 102.0]], [0, 0, 1], {"roc_auc": 1.0}),
     "labels of -100 of many": (["hamming_loss", "accuracy"], [[1.0, -1.0], [9.0, 1.0], [1.0, 9.0]],
                                [[1, 0], [-100, 1], [0, -100]], {"hamming_loss": 0.25, "accuracy": 2 / 3}),
+    "integer predictions": (["accuracy", "f1_macro"], [-1, 1, -1, -1, 3, 5], [-1, 1, 1, -1, 7, -100],
+                            {"accuracy": 0.6, "f1_macro": (4 / 5 + 2 / 3) / 4}),
+    "integer predictions of two classes": (["f1"], [-1, 1, -1, -1], [-1, 1, 1, -1], {"f1": 2 / 3}),
+    "a NaN score": (["accuracy"], [NAN, 1.0], [0, 1], {"accuracy": NAN}),
+    "NaN scores of ignored labels": (["accuracy"], [[NAN] * 3] * 2, [-100, -100], {"accuracy": None}),
     "labels of -100 of two classes": (["accuracy"], [1.0, 9.0, 1.0], [1, -100, 0], {"accuracy": 0.5}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("names", "outputs", "labels", "expected"), EDGES.values(), ids=EDGES)
 def test_metrics_at_the_edges(names, outputs, labels, expected):
-    assert score(names, outputs, labels, 2) == pytest.approx(expected, nan_ok=True)
+    for processes in (1, 2):
+        assert score(names, outputs, labels, 2, processes) == pytest.approx(expected, nan_ok=True)
 
 
 def test_nan_labels_are_ignored_by_column():
@@ -208,13 +212,6 @@ def test_class_dimension_is_that_of_earlier_batches():
         three.update(torch.zeros(2, 4), torch.zeros(2).long())
     with pytest.raises(DataError, match="3 in dimension -1, and 4 in dimension -1"):
         three.merge(four.state())
-
-
-def test_integer_predictions_are_classes():
-    labels, predicted = np.array([-1, 1, 1, -1, 7, -100]), np.array([-1, 1, -1, -1, 3, 5])
-    expected = {"accuracy": 0.6, "f1_macro": sk.f1_score(labels[:-1], predicted[:-1], average="macro")}
-    assert score([*expected], predicted, labels, 2, 2) == pytest.approx(expected, rel=1e-12)
-    assert score(["f1"], predicted[:4], labels[:4])["f1"] == pytest.approx(sk.f1_score(labels[:4], predicted[:4]))
 
 
 def test_many_classes_and_pairs_need_little_memory():
@@ -437,12 +434,9 @@ def test_nan_scores_give_nan_and_warn_once(caplog):
         metrics.update(outputs, torch.arange(3))
         assert [math.isnan(value)] * 4 == [math.isnan(score) for score in metrics.compute().values()]
     assert caplog.text.count("Some scores are NaN") == 1
-    assert math.isnan(score(["accuracy"], [NAN, 1.0], [0, 1])["accuracy"])
-    assert score(["accuracy"], [[NAN] * 3] * 2, [-100, -100]) == {"accuracy": None}
 
 
 def test_text_labels_are_compared_with_text():
     labels, predicted = ["cat", "dog", "cat", "eel"], ["cat", "cat", "cat", "eel"]
-    names = ("accuracy", "f1_macro", "cohen_kappa", "hamming_loss")
-    expected = expect({name: CLASS_HITS[name] for name in names}, labels, predicted)
-    assert score([*names], predicted, labels, 1, 2) == pytest.approx(expected)
+    reference = {name: CLASS_HITS[name] for name in ("accuracy", "f1_macro", "cohen_kappa", "hamming_loss")}
+    assert score([*reference], predicted, labels, 1, 2) == pytest.approx(expect(reference, labels, predicted))
