@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backends import asked_for, make_trainer
+from disks import FaultyDisk
 from forking import Case, Found, Outcome, current_rank, mark, play
 from marks import thinned
 from recipes import callback, rows, t16
@@ -23,7 +24,6 @@ from omnitrain import CheckpointError
 from omnitrain.checkpoint import checkpointer, lock, manifest, tensor_files
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.tensor_files import gather_to_host
-from omnitrain.core.files import FileSystem
 from omnitrain.distributed import watchdog
 
 HERE = "test_sharded_saves"
@@ -45,38 +45,24 @@ KINDS = ("write rank-", "rename")
 """The file operations that are disturbed in `make test`."""
 
 
-class Disk(FileSystem):
+class Disk(FaultyDisk):
     """Notes what is done to it, and has a fault at one of the operations, by its number or its first words."""
 
-    def __init__(self, at: int | str | None = None, fault: str = "kill") -> None:
-        self.at, self.fault, self.noted = at, fault, list[str]()
-        self.lock = threading.Lock()
+    def __init__(self, root: Path, place: int | str | None = None, how: str = "kill") -> None:
+        super().__init__(root)
+        self.place, self.how, self.noted, self.lock = place, how, list[str](), threading.Lock()
 
-    def begin(self, kind: str, path: Path) -> None:
-        if kind == "write":
-            path.write_bytes(b"half of a file")
+    def _begin(self, kind: str, path: Path, half: bytes | None = None) -> None:
+        if half is not None:
+            path.write_bytes(half)
         with self.lock:
-            operation = f"{kind} {path.name}"
+            operation, number = f"{kind} {path.name}", len(self.noted)
             self.noted.append(operation)
-            is_it = operation.startswith(self.at) if isinstance(self.at, str) else len(self.noted) - 1 == self.at
-        if not is_it:
-            return
-        mark()
-        if self.fault == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-
-def _noting(kind: str) -> Any:
-    def operate(self: Disk, path: Path, *details: Any) -> Any:
-        self.begin(kind, path)
-        return getattr(FileSystem, kind)(self, path, *details)
-
-    return operate
-
-
-for _kind in ("mkdir", "write", "sync", "rename", "remove"):
-    setattr(Disk, _kind, _noting(_kind))
+        if operation.startswith(self.place) if isinstance(self.place, str) else number == self.place:
+            mark()
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def state_of(trainer: Any) -> dict[str, str]:
@@ -100,7 +86,7 @@ def run(
     """Train from the latest checkpoint, with a fault of the disk of one process."""
     watchdog.GRACE_S = 1.0
     trainer = make(folder, **options)
-    disk = Disk(at if current_rank() == rank else None, fault)
+    disk = Disk(Path(folder), at if current_rank() == rank else None, fault)
     trainer.store.fs = disk
     trainer.train(resume_from="auto")
     _, content = trainer.store.resolve("last")

@@ -162,7 +162,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("start")
     weights = {name: tensor.clone() for name, tensor in build("net").state_dict().items()}
     del weights["twins.1.weight"]
-    rest = {name: tensor for name, tensor in weights.items() if not name.startswith("body.0")}
+    rest = {name: tensor for name, tensor in weights.items() if name != "body.0.weight"}
     doubles = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in rest.items()}
     save_file(doubles, folder / "other.safetensors")
     (folder / "several").mkdir()
@@ -229,7 +229,7 @@ def test_other_dtypes_are_cast_as_on_one_process(backend: str, results: Found[li
     real, main, empty = results_of(results, backend, "other real", "other main", "other empty")
     assert main == real and empty[0]["first"] == empty[1]["first"]
     for name, values in real[0]["first"].items():
-        assert name.startswith("body.0") or empty[0]["first"][name] == values, name
+        assert name == "body.0.weight" or empty[0]["first"][name] == values, name
     drawn = torch.tensor(empty[0]["first"]["body.0.weight"])  # is not in the file: the module draws it
     assert 0.1 < drawn.abs().max() <= 0.5
 

@@ -54,30 +54,26 @@ def train(backend: str, optimizer: str, folder: str) -> dict[str, Any]:
 # --- sparse gradients that cannot be trained; those that can are in test_kinds_of_training.py
 
 
-class Tied(nn.Module):
-    """An embedding whose weight is that of a linear layer too."""
+class Table(nn.Module):
+    """An embedding whose weight is that of a linear layer too, or a table that no layer holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_tied: bool) -> None:
         super().__init__()
-        self.table, self.head = nn.Embedding(20, 4, sparse=True), nn.Linear(4, 20, bias=False)
-        self.head.weight = self.table.weight
+        embedding = nn.Embedding(20, 4, sparse=True)
+        self.table = embedding if is_tied else embedding.weight
+        self.head = nn.Linear(4, 20, bias=False) if is_tied else nn.Identity()
+        if is_tied:
+            self.head.weight = embedding.weight
 
     def forward(self, indices: Any) -> Any:
-        return self.head(self.table(indices)).mean((1, 2))
-
-
-class Functional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(20, 4).weight
-
-    def forward(self, indices: Any) -> Any:
-        return F.embedding(indices, self.table, sparse=True).mean((1, 2))
+        is_tied = isinstance(self.table, nn.Module)
+        rows = self.table(indices) if is_tied else F.embedding(indices, self.table, sparse=True)
+        return self.head(rows).mean((1, 2))
 
 
 def reject(backend: str, case: str, folder: str) -> dict[str, Any]:
     dtype = DTYPES[dtype_of(backend)]
-    model = Bags(True, dtype=dtype) if case == "bags" else {"tied": Tied, "functional": Functional}[case]()
+    model = Bags(True, dtype=dtype) if case == "bags" else Table(case == "tied")
     make_trainer(
         backend, model, bags(8, dtype), loss_fn=F.mse_loss, epochs=1,
         optimizer="adamw" if case == "tied" else "sgd", save_dir=folder,
