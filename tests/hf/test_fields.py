@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import itertools
 import sys
 import types
@@ -14,12 +15,12 @@ import torch
 import transformers
 from counting import Streamed
 from marks import thinned
-from recipes import StopAt, callback, fit, same, weights
+from recipes import Sentences, StopAt, Tagger, Trace, callback, fit, same, trainer_on_cpu, weights
 from tiny import Tokens, bert, llama
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from omnitrain import HFTrainer
+from omnitrain import HFTrainer, Trainer
 from omnitrain.core.errors import ConfigError
 from omnitrain.hf.arguments import UNSUPPORTED
 
@@ -114,6 +115,21 @@ def test_metric_schedules_are_those_of_a_stock_trainer(arguments: Any, schedule:
     trained(HFTrainer, arguments("parts", **fields), callbacks=[StopAt(3)], **data)
     resumed = trained(HFTrainer, arguments("parts", **fields), resume="auto", **data)
     assert same(weights(straight.model), weights(resumed.model))
+
+
+def test_schedule_spans_the_tokens_of_a_run(arguments: Any) -> None:
+    """The number of steps is unknown, and a fraction of the run is warm-up."""
+    common: dict[str, Any] = {"lr_scheduler_kwargs": {"min_lr": 0.005}, "warmup_steps": 0.2}
+    args = arguments(lr_scheduler_type="cosine_with_min_lr", optim="sgd", max_steps=-1, **common)
+    sgd = functools.partial(torch.optim.SGD, lr=0.01)
+    native = {"batch_size": 4, "optimizer": sgd, "lr_scheduler": "cosine_with_min_lr", **common}
+    rates = []
+    for kind, options in ((Trainer, native), (HFTrainer, {"args": args})):
+        trace = Trace()
+        options |= {"callbacks": [trace], "max_duration": "200tok", "log_steps": 1}
+        fit(trainer_on_cpu(kind, Tagger(), Sentences(20), **options))
+        rates.append([row["learning_rate"] for row in trace.logs if "learning_rate" in row])
+    assert rates[0] == rates[1] and len(set(rates[0])) > 5
 
 
 @pytest.mark.parametrize("value", thinned(["all", "non_padding", "no"], ["non_padding"]))

@@ -199,14 +199,14 @@ def test_second_train_starts_over_with_the_present_weights(arguments: Any) -> No
         assert groups == [(0.1, 2), (0.0, 2)]
 
 
-def test_random_draws_of_a_callback_do_not_reach_a_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.processes)])
+def test_random_draws_of_a_callback_do_not_reach_a_resume(tmp_path: Path, workers: int) -> None:
     def draw(*_: Any, **__: Any) -> None:
         torch.rand(3)
 
     def feed(*callbacks: Any, resume_from: Any = None, **options: Any) -> Any:
-        draws = callback(TrainerCallback, on_train_begin=draw)
-        trainer = make(t16(dropout=0.3), Noisy(22), max_steps=8, callbacks=[draws, *callbacks], **options)
-        return fit(trainer, resume_from=resume_from)
+        options |= {"callbacks": [callback(TrainerCallback, on_train_begin=draw), *callbacks], "num_workers": workers}
+        return fit(make(t16(dropout=0.3), Noisy(22), max_steps=8, **options), resume_from=resume_from)
 
     straight = feed()
     feed(StopAt(4), save_dir=tmp_path)

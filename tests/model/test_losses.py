@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import Tokens, bert, gpt
+from recipes import fit, trainer_on_cpu
+from tiny import Tokens, bert, gpt, llama
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaForCausalLM
 
 from omnitrain import CrossEntropy, Trainer, WeightedLosses, chunked_cross_entropy
 from omnitrain.checkpoint.fingerprints import code_digest
@@ -243,3 +245,21 @@ def test_chunked_cross_entropy_keeps_autocast() -> None:
     torch.testing.assert_close(loss, full)
     gradients = [torch.autograd.grad(value, [weight]) for value in (loss, full)]
     torch.testing.assert_close(*gradients, rtol=1e-2, atol=1e-3)
+
+
+class ChunkedLlama(LlamaForCausalLM):
+    """The example of the documentation."""
+
+    def forward(self, input_ids: Any, labels: Any = None, **options: Any) -> Any:
+        hidden = self.model(input_ids, **options).last_hidden_state
+        return {"loss": chunked_cross_entropy(hidden[:, :-1], self.lm_head.weight, labels[:, 1:], chunk_size=7)}
+
+
+def test_chunked_cross_entropy_trains_causal_lm() -> None:
+    chunked = ChunkedLlama(llama().config).double()
+    chunked.load_state_dict(llama().state_dict())
+    for model, parts in ((expected := llama(), 1), (chunked, 4)):
+        options = {"batch_size": 8 // parts, "gradient_accumulation_steps": parts, "learning_rate": 0.1}
+        fit(trainer_on_cpu(Trainer, model, Tokens(24), optimizer="sgd", max_steps=3, **options))
+    # transformers takes its scores to float32
+    torch.testing.assert_close(chunked.state_dict(), expected.state_dict(), rtol=0, atol=1e-7)
