@@ -109,14 +109,7 @@ def bound(*backends: str) -> float:
 
 @dataclass(slots=True)
 class Job:
-    """One call on every process of a launch.
-
-    Attributes:
-        name: What the result comes under, unique in the launch.
-        backend: The function's first argument.
-        function: "module:function", of a module in this folder.
-        options: Its other arguments.
-    """
+    """A call of "module:function", with the backend and options, on every process of a launch; it has a unique name."""
 
     name: str
     backend: str
@@ -308,11 +301,7 @@ def indices_by_step(ranks: Sequence[dict[str, Any]]) -> dict[tuple[int, int], li
 
 
 def gap(a: Any, b: Any) -> float:
-    """Return the largest difference of any two numbers in two results of the same shape; NaN equals NaN.
-
-    Raises:
-        AssertionError: If they are not of the same shape, or differ in something that is no number.
-    """
+    """Return the largest difference of any two numbers in two results, which else are equal; NaN equals NaN."""
     if isinstance(a, torch.Tensor):
         assert a.shape == b.shape, f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
         return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
@@ -334,11 +323,7 @@ def named(result: dict[str, Any], prefix: str) -> dict[str, torch.Tensor]:
 
 
 def parity(ranks: Sequence[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:
-    """Return the largest differences between a run and the one it should equal; both ranks are looked at.
-
-    Raises:
-        AssertionError: If they differ in something that is no number, or a process failed.
-    """
+    """Return the largest differences of numbers between both ranks of a run and the one it should equal."""
     gaps: dict[str, float] = {}
     for result in (*ranks, reference):
         assert "error" not in result, f"{result['error']}: {result['message']}"
@@ -367,12 +352,9 @@ def parity_jobs(backends: Sequence[str], masked: bool) -> list[Job]:
 
 
 def asked_for(request: Any, *names: str, test: str = "") -> set[Any]:
-    """Return the arguments, or tuples of them, with which tests of this file are to be run.
+    """Return the arguments, or tuples of them, with which tests of the fixture's file are to be run.
 
-    Args:
-        request: pytest's, of a fixture of the file.
-        names: The parameters of the tests that are meant.
-        test: How the names of these tests begin.
+    These are the tests with exactly the parameters `names`, whose names begin with `test`.
     """
     tests = [item for item in request.session.items if item.path == request.path and item.name.startswith(test)]
     asked = [item.callspec.params for item in tests if hasattr(item, "callspec")]
@@ -384,18 +366,11 @@ def resume(
     folder: Path, backends: Sequence[str], before: Iterable[Job] = (), after: Iterable[Job] = (),
     pairs: Iterable[tuple[str, str]] | None = None,
 ) -> Found[list[dict[str, Any]]]:  # fmt: skip
-    """Save on backends in the middle of an epoch, and resume on some or each of them.
+    """Save on backends in the middle of an epoch, and resume in pairs of them, by default from each on each.
 
-    Args:
-        folder: The runs' own folders are made in it.
-        backends: Each of them saves, in its own type of numbers.
-        before: Other jobs for the launches that save.
-        after: Other jobs for the launches that resume.
-        pairs: The ways from one to another; by default from each to each.
-
-    Returns:
-        By "<backend>-<dtype>" the runs that were cut short, by "straight-<dtype>" the native ones that were not, by
-        "<backend>-<backend>" those that were resumed, and the other jobs by their names.
+    Jobs of `before` and `after` join the launches that save and resume. Returns by "<backend>-<dtype>" the runs that
+    were cut short, by "straight-<dtype>" the native ones that were not, by "<backend>-<backend>" those that were
+    resumed, and the other jobs by their names.
     """
     pairs = list(itertools.product(backends, backends) if pairs is None else pairs)
     first, second = Jobs(), Jobs()
@@ -418,11 +393,7 @@ def resume(
 
 
 def compare_resumed(results: dict[str, list[dict[str, Any]]], source: str, target: str) -> dict[str, float]:
-    """Return the largest differences between a run of `resume` and the straight native one.
-
-    Raises:
-        AssertionError: If they differ in something that is no number, such as which samples a step saw.
-    """
+    """Return the largest differences of numbers between a run of `resume` and the straight native one."""
     dtype = dtype_of(source, target)
     cut, resumed, straight = results[f"{source}-{dtype}"], results[f"{source}-{target}"], results[f"straight-{dtype}"]
     for result in cut:

@@ -132,15 +132,18 @@ def play(cases: Sequence[Case], folder: Path, at_once: int = 6) -> Found[list[Ou
     return outcomes
 
 
+def environment_on_cpu() -> dict[str, str]:
+    """Return the environment of tests about processors, also on a machine that has more."""
+    path = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent, HERE)))
+    on_cpu = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    return programs.launch_environment(PYTHONPATH=path, **on_cpu)
+
+
 def _start_server() -> None:
     """Start the process that others are forked from, if there is none."""
-    environment = programs.launch_environment(
-        OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(map(str, (HERE.parents[1], HERE.parent, HERE))),
-        # These tests are about processors, also on a machine that has more.
-        CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu",
-        # Few large pages instead of many small ones: a fork copies the table of them.
-        PYTHONMALLOC="malloc", GLIBC_TUNABLES="glibc.malloc.hugetlb=1",
-    )  # fmt: skip
+    # Few large pages instead of many small ones: a fork copies the table of them.
+    pages = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    environment = environment_on_cpu() | pages
     environment.pop("TEST_SUITE", None)  # it ends with this process, and so does what is forked: no leftovers
     CONTEXT.set_forkserver_preload(["imported"])
     with mock.patch.dict(os.environ, environment, clear=True):
@@ -159,7 +162,8 @@ class _Running:
         self.ranks = [
             CONTEXT.Process(target=_live, args=(case, rank, port, self.folder)) for rank in range(case.processes)
         ]
-        for process in self.ranks:
+        for rank, process in enumerate(self.ranks):
+            (self.folder / f"output-{rank}.txt").touch()
             process.start()
         self.codes: dict[int, int | None] = {}
         self.left: dict[int, list[str]] = {}
@@ -267,7 +271,7 @@ def _live(case: Case, rank: int, port: int, folder: Path) -> None:
         }  # fmt: skip
         if not case.hosted:
             os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    output = os.open(folder / f"output-{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    output = os.open(folder / f"output-{rank}.txt", os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
     faulthandler.register(signal.SIGUSR2)

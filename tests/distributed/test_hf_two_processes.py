@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from backends import PROCESSES, Jobs, gap, launch_all, sound, tensors_of
 from forking import current_rank
-from recipes import rows, t16
+from recipes import rows, setting, t16
 from tiny import Tokens, llama, t5
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 from transformers import Seq2SeqTrainingArguments, TrainerCallback, TrainingArguments
@@ -40,14 +40,11 @@ def prepare(backend: str, folder: str) -> dict[str, Any]:
     )  # fmt: skip
     metrics = trainer.train()
     output = trainer.evaluation_loop(trainer.get_test_dataloader(rows(11)), "Prediction", metric_key_prefix="loop")
-    shares = sum(len(labels) for _, labels in trainer.get_test_dataloader(rows(11)))
     return {
-        "losses": [row["eval_loss"] for row in metrics["valid"]],
-        "tensors": tensors_of(trainer),
-        "predictions": output.predictions.tolist(),
-        "loop": [output.metrics["loop_loss"], output.num_samples],
-        "shares": shares,
-    }
+        "losses": [row["eval_loss"] for row in metrics["valid"]], "tensors": tensors_of(trainer),
+        "predictions": output.predictions.tolist(), "loop": [output.metrics["loop_loss"], output.num_samples],
+        "shares": sum(len(labels) for _, labels in trainer.get_test_dataloader(rows(11))),
+    }  # fmt: skip
 
 
 def search(backend: str, folder: str) -> dict[str, Any]:
@@ -72,27 +69,20 @@ def search(backend: str, folder: str) -> dict[str, Any]:
         compute_objective=lambda metrics: evaluations.append(metrics["eval_loss"]) or metrics["eval_loss"],
     )  # fmt: skip
     trainer.train()
-    return {
-        "best": None if best is None else [best.run_id, best.objective, best.hyperparameters["learning_rate"]],
-        "evaluations": evaluations,
-        "tensors": tensors_of(trainer),
-    }
-
-
-class FlagsOnRankOne(TrainerCallback):
-    """Sets transformers' flags on the second process only."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        control.should_save |= current_rank() == 1 and state.global_step == 2
-        control.should_evaluate |= current_rank() == 1 and state.global_step == 3
-        control.should_training_stop |= current_rank() == 1 and state.global_step == 5
-        return control
+    chosen = None if best is None else [best.run_id, best.objective, best.hyperparameters["learning_rate"]]
+    return {"best": chosen, "evaluations": evaluations, "tensors": tensors_of(trainer)}
 
 
 def flag(backend: str, folder: str) -> dict[str, Any]:
+    """Set transformers' flags on the second process only."""
+    steps = {"should_save": 2, "should_evaluate": 3, "should_training_stop": 5}
+    flags = [
+        setting(TrainerCallback, "on_step_end", name, step=step if current_rank() == 1 else -1)
+        for name, step in steps.items()
+    ]
     trainer = HFTrainer(
         t16(), None, rows(24), rows(3), loss_fn=F.mse_loss, epochs=2, save_dir=folder, batch_size=2, save_steps=100,
-        keep_best=0, eval_steps=100, progress_bar=False, callbacks=[FlagsOnRankOne()], load_best_at_end=False,
+        keep_best=0, eval_steps=100, progress_bar=False, callbacks=flags, load_best_at_end=False,
     )  # fmt: skip
     metrics = trainer.train()
     saved = [path.name for path in trainer.store.checkpoints()]
@@ -118,11 +108,9 @@ def learn(backend: str, folder: str) -> dict[str, Any]:
     )  # fmt: skip
     trainer = HFTrainer(llama(), args, Tokens(15), Tokens(7))
     metrics = trainer.train()
-    return {
-        "progress": [trainer.progress.step, trainer.progress.samples, trainer.progress.epochs],
-        "loss": [metrics["train_metrics_history"][0]["train_loss"], trainer.evaluate()["eval_loss"]],
-        "tensors": tensors_of(trainer),
-    }
+    progress = [trainer.progress.step, trainer.progress.samples, trainer.progress.epochs]
+    losses = [metrics["train_metrics_history"][0]["train_loss"], trainer.evaluate()["eval_loss"]]
+    return {"progress": progress, "losses": losses, "tensors": tensors_of(trainer)}
 
 
 def generate(backend: str, folder: str) -> dict[str, Any]:
@@ -141,13 +129,9 @@ def generate(backend: str, folder: str) -> dict[str, Any]:
 
     trainer = HFTrainer(model, args, Tokens(8, "pairs"), Tokens(7, "pairs"), compute_metrics=note)
     metrics = trainer.train()
-    predictions = trainer.predict(Tokens(7, "pairs"))
-    return {
-        "valid": metrics["valid"],
-        "predictions": predictions.predictions.tolist(),
-        "labels": predictions.labels.tolist(),
-        "calls": calls,
-    }
+    output = trainer.predict(Tokens(7, "pairs"))
+    predictions = [output.predictions.tolist(), output.labels.tolist()]
+    return {"valid": metrics["valid"], "predictions": predictions, "calls": calls}
 
 
 def batches(backend: str, folder: str, shared: bool = False) -> dict[str, Any]:
@@ -211,18 +195,16 @@ def test_search_on_two_processes_matches_one(results: Any) -> None:
 def test_smoothing_and_drop_last_match_one_process(results: Any) -> None:
     (expected,) = results["learn single"]
     assert expected["progress"] == [6, 24, 2]
-    for rank in results["learn"]:
-        assert gap(rank, expected) <= 1e-7  # transformers computes the loss in float32
+    assert all(gap(rank, expected) <= 1e-7 for rank in results["learn"])  # transformers computes the loss in float32
 
 
 def test_generated_answers_keep_the_order_of_the_data(results: Any) -> None:
     """`compute_metrics` gets them on the main process."""
-    (expected,) = results["generate single"]
-    assert len({tuple(row) for row in expected["predictions"]}) > 1
-    for rank in results["generate"]:
-        assert (rank["predictions"], rank["labels"]) == (expected["predictions"], expected["labels"])
-        assert gap(rank["valid"], expected["valid"]) <= 1e-6
-    assert [rank["calls"] for rank in results["generate"]] == [expected["calls"], []]
+    (expected,), ranks = results["generate single"], results["generate"]
+    assert len({tuple(row) for row in expected["predictions"][0]}) > 1
+    assert [rank["predictions"] for rank in ranks] == [expected["predictions"]] * 2
+    assert all(gap(rank["valid"], expected["valid"]) <= 1e-6 for rank in ranks)
+    assert [rank["calls"] for rank in ranks] == [expected["calls"], []]
 
 
 @pytest.mark.parametrize("name", ["batches", "shared batches"])
@@ -230,8 +212,7 @@ def test_batch_metrics_get_the_batches_of_all_processes(results: Any, name: str)
     (expected,), (main, other) = results["batches single"], results[name]
     assert [len(batch[0]) for batch in expected["calls"]] == [4, 3]
     assert main["calls"] == expected["calls"] and other["calls"] == []
-    assert main["metrics"] == other["metrics"]
-    assert gap(main["metrics"], expected["metrics"]) <= 1e-6
+    assert main["metrics"] == other["metrics"] and gap(main["metrics"], expected["metrics"]) <= 1e-6
 
 
 def test_inputs_and_losses_keep_the_order_of_the_data(results: Any) -> None:

@@ -24,13 +24,9 @@ from omnitrain.loggers.summary import opening
 
 HERE = "test_meshes"
 MESHES: dict[str, dict[str, Any]] = {
-    "shard2": {"dp_shard_size": 2},
-    "replicate2": {"dp_replicate_size": 2},
-    "tp2": {"tp_size": 2},
-    "hybrid": {"dp_replicate_size": 2, "dp_shard_size": 2},
-    "shard2-tp2": {"dp_shard_size": 2, "tp_size": 2},
-}
-PROCESSES = {"one": 1, "shard2": 2, "replicate2": 2, "tp2": 2, "hybrid": 4, "shard2-tp2": 4}
+    "one": {}, "hf": {}, "shard2": {"dp_shard_size": 2}, "replicate2": {"dp_replicate_size": 2}, "tp2": {"tp_size": 2},
+    "hybrid": {"dp_replicate_size": 2, "dp_shard_size": 2}, "shard2-tp2": {"dp_shard_size": 2, "tp_size": 2},
+}  # fmt: skip
 RUNS = [
     ("tp2", "llama", False), ("tp2", "mlp", True), ("shard2", "mlp", True), ("replicate2", "mlp", False),
     ("hybrid", "llama", False), ("shard2-tp2", "llama", True), ("shard2-tp2", "mlp", False),
@@ -44,23 +40,23 @@ PAIRS = [("tp2", "hf"), ("tp2", "replicate2")]
 
 
 class Planned(nn.Module):
-    """A perceptron with a plan for tensor parallelism; its dropout is of values that all ranks of a group share."""
+    """A perceptron with a plan for tensor parallelism."""
 
     tp_plan = {"body.0": "colwise", "body.2": "rowwise"}  # noqa: RUF012
 
-    def __init__(self, seed: int, dropout: float = 0.0) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.body = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
-        self.tail = nn.Sequential(nn.Dropout(dropout), nn.LayerNorm(8), nn.Linear(8, 1))
+        self.tail = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.tail(self.body(x[:, :4]))
 
 
-def model_of(kind: str, seed: int, dropout: float = 0.0) -> nn.Module:
+def model_of(kind: str, seed: int) -> nn.Module:
     if kind == "mlp":
-        return Planned(seed, dropout).double()
+        return Planned(seed).double()
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -70,7 +66,7 @@ def model_of(kind: str, seed: int, dropout: float = 0.0) -> nn.Module:
     ).double()  # fmt: skip
 
 
-def trainer_of(mesh: str, kind: str, dropout: float = 0.0, seed: int = 0, **options: Any) -> Any:
+def trainer_of(mesh: str, kind: str, seed: int = 0, **options: Any) -> Any:
     """Return a trainer on 25 samples in steps of 8, 8, 8 and 1; 7 to evaluate."""
     is_mlp = kind == "mlp"
     data = (Numbered(25, False), Numbered(7, False)) if is_mlp else (Tokens(25), Tokens(7))
@@ -80,27 +76,25 @@ def trainer_of(mesh: str, kind: str, dropout: float = 0.0, seed: int = 0, **opti
         "loss_fn": F.mse_loss if is_mlp else None, "algorithms": [Indices()] if is_mlp else [], "callbacks": [Trace()],
         "compute_metrics": "mae" if is_mlp else None, "load_best_at_end": False, **options,
     }  # fmt: skip
+    model = model_of(kind, seed)
     if mesh == "one":
-        return Trainer(model_of(kind, seed, dropout), *data, device="cpu", **options)
+        return Trainer(model, *data, device="cpu", **options)
     if mesh == "hf":
-        return HFTrainer(model_of(kind, seed, dropout), None, *data, **options)
-    return AccelerateTrainer(
-        model_of(kind, seed, dropout), *data, parallelism_config=ParallelismConfig(**MESHES[mesh]), **options
-    )
+        return HFTrainer(model, None, *data, **options)
+    return AccelerateTrainer(model, *data, parallelism_config=ParallelismConfig(**MESHES[mesh]), **options)
 
 
-def learn(mesh: str, kind: str, resume: str = "", dropout: float = 0.0, **options: Any) -> dict[str, Any]:
+def learn(mesh: str, kind: str, resume: str = "", **options: Any) -> dict[str, Any]:
     """Train, evaluate and predict; each process makes its model from another seed."""
-    rank = current_rank()
-    trainer = fit(trainer_of(mesh, kind, dropout, seed=rank, **options), resume_from=resume or None)
-    noted = next(callback for callback in trainer.lifecycle.callbacks if isinstance(callback, Trace))
+    trainer = fit(trainer_of(mesh, kind, current_rank(), **options), resume_from=resume or None)
+    trace = next(callback for callback in trainer.lifecycle.callbacks if isinstance(callback, Trace))
     moments, _ = trainer.backend.optimizer_state()
     tensors = {**trainer.backend.model_tensors(), **{f"moments/{name}": tensor for name, tensor in moments.items()}}
     sizes = {} if mesh == "one" else {name: trainer.ranks.part(name).world_size for name in ("dp_shard", "tp")}
     sums = trainer.ranks.part("tp").sum("ranks", trainer.ranks.rank)
     predicted = trainer.predict(Numbered(7, False) if kind == "mlp" else Tokens(7))
     return {
-        "logs": [{key: row[key] for key in ("loss", "grad_norm", "learning_rate")} for row in noted.logs],
+        "logs": [{key: row[key] for key in ("loss", "grad_norm", "learning_rate")} for row in trace.logs],
         "indices": [indices for algorithm in trainer.algorithms for *_, indices in algorithm.seen],
         "history": trainer.metrics.to_dict(),
         "opening": opening(trainer)[1], "whole": trainer.resolved_config()["global_batch_size"],
@@ -116,16 +110,15 @@ def side_by_side(first: str, second: str) -> dict[str, Any]:
     trainers = {mesh: trainer_of(mesh, "mlp") for mesh in (first, second)}
     for trainer in trainers.values():
         trainer.train()
-    results = {}
-    for mesh, trainer in trainers.items():
-        sampled = [i for *_, batch in trainer.algorithms[0].seen for i in batch]
-        results[mesh] = {
+    return {
+        mesh: {
             "mesh": [] if trainer.mesh is None else list(trainer.mesh.mesh_dim_names),
             "whole": trainer.resolved_config()["global_batch_size"], "samples": trainer.progress.samples,
-            "indices": trainer.ranks.gather("the samples", sampled),
+            "indices": trainer.ranks.gather("samples", [i for *_, batch in trainer.algorithms[0].seen for i in batch]),
             "evaluated": trainer.evaluate(), "predicted": trainer.predict(Numbered(7, False)).predictions.tolist(),
-        }  # fmt: skip
-    return results
+        }
+        for mesh, trainer in trainers.items()
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +128,8 @@ def results(folder: Path, request: pytest.FixtureRequest) -> Found[list[dict[str
     first, second, singles = list[Case](), list[Case](), dict[str, list[dict[str, Any]]]()
 
     def case(name: str, mesh: str, kind: str, **options: Any) -> Case:
-        return Case(name, f"{HERE}:learn", {"mesh": mesh, "kind": kind, **options}, processes=PROCESSES[mesh])
+        processes = math.prod(MESHES[mesh].values())
+        return Case(name, f"{HERE}:learn", {"mesh": mesh, "kind": kind, **options}, processes=processes)
 
     def saves(name: str) -> dict[str, Any]:
         return {"save_dir": str(folder / name), "save_steps": 3, "keep_best": 0}
@@ -153,7 +147,7 @@ def results(folder: Path, request: pytest.FixtureRequest) -> Found[list[dict[str
         singles["one-uneven"] = [learn("one", "mlp", global_batch_size=7, batch_size=7)]
     for pair in sorted(asked_for(request, "first", "second")):
         options = dict(zip(("first", "second"), pair, strict=True))
-        first.append(Case("-".join(pair), f"{HERE}:side_by_side", options, processes=PROCESSES[pair[0]]))
+        first.append(Case("-".join(pair), f"{HERE}:side_by_side", options))
         singles["one-one"] = [side_by_side("one", "one")]
     outcomes = joined(play(first, folder / "first", at_once=3), play(second, folder / "second"))
     results = Found[list[dict[str, Any]]]()
@@ -220,7 +214,7 @@ def test_trainers_with_different_meshes_do_not_interfere(results: Any, first: st
     for rank in results[f"{first}-{second}"]:
         for mesh in (first, second):
             result = rank[mesh]
-            assert result["mesh"] == [name.removesuffix("_size") for name in MESHES.get(mesh, {})]
+            assert result["mesh"] == [name.removesuffix("_size") for name in MESHES[mesh]]
             assert (result["whole"], result["samples"]) == (8, 25)
             assert {i for indices in result["indices"] for i in indices} == set(range(25))
             assert mesh != "tp2" or result["indices"][0] == result["indices"][1]

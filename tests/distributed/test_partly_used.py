@@ -1,21 +1,20 @@
 """Parameters and layers that only some ranks use in a step: the numbers of one process, or an error before it."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import Job, asked_for, launch_all, make_trainer, tensors_of
+from accelerate.utils import FullyShardedDataParallelPlugin
+from backends import Jobs, asked_for, launch_all, make_trainer, tensors_of
 from compiled import compile_once
-from forking import ON_CPU, Case, play
+from forking import Case, play
 from marks import thinned
+from recipes import Trace, fit, rows
 from torch import nn
 from torch.utils.data import TensorDataset
-
-from omnitrain import HookCallback
-
-HERE = Path(__file__).stem
 
 
 class Routed(nn.Module):
@@ -43,35 +42,30 @@ ROUTES = {
     "fourth step": [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 0, 1, 0, 1],
 }
 """The expert of each row, in steps of 4; ranks take turns, and have two micro-batches of one row in each step."""
-SPLIT = [(backend, "one rank") for backend in ("ddp", "hf2", "fsdp", "zero1", "zero2", "zero2 offload")]
-SPLIT += [
-    (backend, "one micro-batch") for backend in ("ddp", "fsdp", "zero2", "zero3", "zero2 offload", "zero3 offload")
-]
-QUICK_SPLIT = [("ddp", "one rank"), ("fsdp", "one rank"), ("zero1", "one rank"), ("zero2", "one rank")]
-QUICK_SPLIT += [("zero3", "one micro-batch"), ("zero3 offload", "one micro-batch")]
+QUICK_SPLIT = [
+    ("ddp", "one rank"), ("fsdp", "one rank"), ("zero1", "one rank"), ("zero2", "one rank"),
+    ("zero3", "one micro-batch"), ("zero3 offload", "one micro-batch"),
+]  # fmt: skip
+SPLIT = [
+    *QUICK_SPLIT, ("hf2", "one rank"), ("zero2 offload", "one rank"),
+    *((backend, "one micro-batch") for backend in ("ddp", "fsdp", "zero2", "zero2 offload")),
+]  # fmt: skip
 
 
 def train_routed(backend: str, routes: str, offloads: bool = False, **options: Any) -> Any:
     """Return a trainer of experts that has trained on rows with these routes."""
-    generator, numbers = torch.Generator().manual_seed(7), ROUTES[routes]
-    data = torch.randn(16, 4, generator=generator), torch.randn(16, 1, generator=generator)
-    data[0][:, 3] = torch.tensor(numbers)
+    x, y = rows(16, torch.float32).tensors
+    x[:, 3] = torch.tensor(ROUTES[routes])
     if (backend, routes) == ("ddp", "one micro-batch"):  # in one step no rank uses an expert
         options["find_unused_parameters"] = True
-    options |= {"batch_size": 4} if backend == "native" else {"batch_size": 1, "global_batch_size": 4}
-    trainer_options = {
-        "loss_fn": F.mse_loss, "epochs": 1, "learning_rate": 0.05, "optimizer": "sgd", "shuffle": False, **options
-    }  # fmt: skip
     if offloads:
-        from omnitrain import AccelerateTrainer
-
         zero = {"stage": int(backend[-1]), "offload_optimizer": {"device": "cpu"}}
-        trainer_options["deepspeed_config"] = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
-        trainer: Any = AccelerateTrainer(Routed(), TensorDataset(*data), progress_bar=False, **trainer_options)
-    else:
-        trainer = make_trainer(backend, Routed(), TensorDataset(*data), **trainer_options)
-    trainer.train()
-    return trainer
+        options["deepspeed_config"] = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+    options |= {"batch_size": 4} if backend == "native" else {"batch_size": 1, "global_batch_size": 4}
+    return fit(make_trainer(
+        backend, Routed(), TensorDataset(x, y), loss_fn=F.mse_loss, epochs=1, learning_rate=0.05, optimizer="sgd",
+        shuffle=False, **options,
+    ))  # fmt: skip
 
 
 def routed_weights(backend: str, routes: str, offloads: bool = False) -> dict[str, Any]:
@@ -80,22 +74,14 @@ def routed_weights(backend: str, routes: str, offloads: bool = False) -> dict[st
 
 def routed_error(backend: str, routes: str) -> dict[str, Any]:
     """Train with each linear layer as a unit of FSDP, with ZeRO 3 or a static graph; return the error."""
-    options: dict[str, Any] = {}
-    if backend == "fsdp":
-        from accelerate.utils import FullyShardedDataParallelPlugin
-
-        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
-        )
-    elif backend == "ddp":
-        options["accelerator"] = {"static_graph": True}
-    updates: list[int] = []
-    options["callbacks"] = [HookCallback({"on_step_end": lambda trainer: updates.append(trainer.progress.step)})]
-    try:
-        train_routed(backend, routes, **options)
-    except Exception as error:
-        return {"raised": type(error).__name__, "message": str(error), "steps": updates}
-    return {"raised": "", "message": "", "steps": updates}
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
+    )
+    options: dict[str, Any] = {"fsdp": {"fsdp_plugin": plugin}, "ddp": {"accelerator": {"static_graph": True}}}
+    trace = Trace()
+    with pytest.raises(Exception) as caught:
+        train_routed(backend, routes, callbacks=[trace], **options.get(backend, {}))
+    return {"raised": caught.typename, "message": str(caught.value), "steps": len(trace.learning_rates)}
 
 
 @pytest.fixture(scope="module")
@@ -103,22 +89,19 @@ def weights(folder: Path, request: pytest.FixtureRequest) -> Any:
     """The weights of each case, and of one process, in few launches."""
     cases = sorted(asked_for(request, "backend", "routes"))
     cases += [("native", routes) for routes in {routes for _, routes in cases}]
-    jobs = [
-        Job(f"{backend} {routes}", backend.split()[0], f"{HERE}:routed_weights",
-            {"routes": routes, "offloads": "offload" in backend})
-        for backend, routes in cases
-    ]  # fmt: skip
+    jobs = Jobs()
+    for backend, routes in cases:
+        offloads = "offload" in backend
+        jobs.add(f"{backend} {routes}", backend.split()[0], routed_weights, routes=routes, offloads=offloads)
     return launch_all(jobs, folder / "routed")
 
 
 @pytest.mark.parametrize(("backend", "routes"), thinned(SPLIT, QUICK_SPLIT))
 def test_unused_parameters_on_some_ranks_train_as_on_one(weights: Any, backend: str, routes: str) -> None:
     """A rank or a micro-batch without a gradient counts as zeros: DeepSpeed and FSDP would mix up gradients."""
-    expected = weights[f"native {routes}"][0]["tensors"]
     for rank in weights[f"{backend} {routes}"]:
         assert "tensors" in rank, rank
-        for name, tensor in rank["tensors"].items():
-            torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(rank["tensors"], weights[f"native {routes}"][0]["tensors"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -126,34 +109,30 @@ def errors(folder: Path, request: pytest.FixtureRequest) -> Any:
     """The error of each case, on processes of its own."""
     compile_once()
     cases = [
-        Case(f"{sharding} {routes}", f"{HERE}:routed_error", {"backend": sharding, "routes": routes},
-             environment={} if sharding == "zero3" else ON_CPU)
+        Case(f"{sharding} {routes}", "test_partly_used:routed_error", {"backend": sharding, "routes": routes})
         for sharding, routes in sorted(asked_for(request, "sharding", "routes"))
-    ]  # fmt: skip
+    ]
     return play(cases, folder / "errors")
 
 
-OTHER_LAYERS = [
-    (sharding, routes) for sharding in ("fsdp", "zero3") for routes in ("one rank", "third step", "fourth step")
-]
+OTHER_LAYERS = {
+    "one rank": (0, "rank 0 'experts.0', rank 1 'head'"), "third step": (2, "rank 0 'experts.0', rank 1 'experts.1'"),
+    "fourth step": (3, "'experts.1' not on rank 0; 'experts.0' not on rank 1"),
+}  # fmt: skip
+"""How many steps are taken before the error, and what it says."""
+SHARDED = list(itertools.product(("fsdp", "zero3"), OTHER_LAYERS))
 
 
-@pytest.mark.parametrize(
-    ("sharding", "routes"),
-    thinned(OTHER_LAYERS, [("fsdp", "third step"), ("fsdp", "fourth step"), ("zero3", "third step")]),
-)
+@pytest.mark.parametrize(("sharding", "routes"), thinned(SHARDED, [*SHARDED[1:3], SHARDED[4]]))
 def test_layers_called_on_some_ranks_raise(errors: Any, sharding: str, routes: str) -> None:
     """Ranks would gather parts of different weights: an error before the update names the layers."""
+    steps, words = OTHER_LAYERS[routes]
     for outcome in errors[f"{sharding} {routes}"]:
         result = outcome.result
         assert result is not None, outcome.output[-2000:]
-        steps = {"one rank": 0, "third step": 2, "fourth step": 3}[routes]
         assert result["raised"] in ("DistributedError", "RuntimeError")  # DeepSpeed's comes first on one rank
-        assert result["steps"] == [*range(1, steps + 1)]
-        difference = "'experts.1' not on rank 0; 'experts.0' not on rank 1"
-        expected = {"one rank": "rank 0 'experts.0', rank 1 'head'", "fourth step": difference}
-        assert expected.get(routes, "rank 0 'experts.0', rank 1 'experts.1'") in result["message"]
-        assert "on every rank in each forward pass" in result["message"]
+        assert result["steps"] == steps
+        assert words in result["message"] and "on every rank in each forward pass" in result["message"]
 
 
 @pytest.mark.parametrize(("sharding", "routes"), [("ddp", "third step")])
@@ -161,4 +140,4 @@ def test_static_graph_with_microbatches_is_rejected(errors: Any, sharding: str, 
     """PyTorch has an internal assertion for it."""
     for outcome in errors[f"{sharding} {routes}"]:
         assert outcome.result is not None and outcome.result["raised"] == "ConfigError", outcome
-        assert "static_graph=True of DDP" in outcome.result["message"] and not outcome.result["steps"]
+        assert "static_graph=True of DDP" in outcome.result["message"] and outcome.result["steps"] == 0

@@ -51,10 +51,8 @@ def test_overflow_in_micro_batch_skips_whole_window(device: torch.device, kind: 
 
 
 def test_scale_below_minimum_ends_run(device: torch.device, kind: str) -> None:
-    model = t16(dtype=FP32)
-    trainer = make_half(
-        kind, device, model, rows(60, FP32), (4.0, 1.0), algorithms=[Overflow(*range(1, 99))], callbacks=[Notes()]
-    )
+    data, algorithms = rows(60, FP32), [Overflow(*range(1, 99))]
+    trainer = make_half(kind, device, t16(dtype=FP32), data, (4.0, 1.0), algorithms=algorithms)
     before = weights(trainer.get_model())
     with pytest.raises(NonFiniteError, match=r"fell to 0\.5, below its minimum 1, at step 1"):
         trainer.train()
