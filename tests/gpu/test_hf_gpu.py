@@ -54,9 +54,7 @@ def test_fp16_argument_skips_overflow_as_native(tmp_path: Path) -> None:
     data, ends = rows(60, FP32), []
     for way in ("hf", "native"):
         notes, model = Notes(), t16(dtype=FP32)
-        guests: dict[str, Any] = {
-            "algorithms": [Overflow(4)], "callbacks": [notes], "fp16_loss_scale": (1024.0, 1e-4),
-        }  # fmt: skip
+        guests: dict[str, Any] = {"algorithms": [Overflow(4)], "callbacks": [notes], "fp16_loss_scale": (1024.0, 1e-4)}
         if way == "hf":
             trainer: Any = hf(model, arguments(tmp_path, fp16=True), data, **guests)
         else:
@@ -106,10 +104,8 @@ def test_gradient_checkpointing_gives_the_same_numbers(device: torch.device, tmp
     ends = []
     for checkpoints in (False, True):
         model = gpt(vocabulary=64).float()
-        HFTrainer(
-            model, arguments(tmp_path / str(checkpoints), gradient_checkpointing=checkpoints), texts(),
-            progress_bar=False,
-        ).train()  # fmt: skip
+        args = arguments(tmp_path / str(checkpoints), gradient_checkpointing=checkpoints)
+        HFTrainer(model, args, texts(), progress_bar=False).train()
         ends.append(weights(model))
     assert distance(*ends) < 1e-4
 
@@ -130,29 +126,14 @@ class Fills(nn.Module):
         if self.training:
             self.sizes.append(len(x))
             if self.where == "forward":
-                output = _FillsInForward.apply(output)
+                fill(x)
             else:
-                output.register_hook(fill_in_backward)
+                output.register_hook(fill)
         return output
 
 
-def fill(samples: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(samples * 16 * MB, dtype=torch.uint8, device=device)
-
-
-class _FillsInForward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(fill(len(x), x.device))
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0]
-
-
-def fill_in_backward(gradient: torch.Tensor) -> None:
-    fill(len(gradient), gradient.device)
+def fill(samples: torch.Tensor) -> None:
+    torch.empty(len(samples) * 16 * MB, dtype=torch.uint8, device=samples.device)
 
 
 def found_batch(model: nn.Module, folder: Path, batch: int, accumulation: int = 1, finds: bool = True) -> HFTrainer:
