@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -77,12 +78,11 @@ def test_draws_of_other_numpy_generators(request: pytest.FixtureRequest) -> None
 
 
 def test_seeds_of_generators_are_unrelated() -> None:
-    draws: list[Callable[[], list[int]]] = [
-        lambda: torch.randint(0, 256, (20,)).tolist(),
-        lambda: np.random.randint(0, 256, 20).tolist(),
+    draws = (
+        lambda: torch.randint(0, 256, (20,)).tolist(), lambda: np.random.randint(0, 256, 20).tolist(),
         lambda: [random.getrandbits(32) % 256 for _ in range(20)],
-    ]
-    values = []
+    )  # fmt: skip
+    values: list[list[int]] = []
     for generator, draw_bytes in zip(GENERATORS, draws, strict=True):
         for parts in ((42, 0, 7), (42, 0, 8), (42, 0, 7)):  # the third time like the first
             generator.seed(derive_seed(*parts))
@@ -140,15 +140,12 @@ def test_deterministic_mode_ends_with_block(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_isolated_rng_keeps_error_of_lost_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Lost:
-        device_count = staticmethod(lambda: 1)
-        get_rng_state = staticmethod(lambda device: torch.zeros(16, dtype=torch.uint8))
+    def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
-        @staticmethod
-        def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
-            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
-
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Lost)
+    lost = mock.Mock(device_count=lambda: 1, get_rng_state=lambda _: torch.zeros(16, dtype=torch.uint8))
+    lost.set_rng_state = set_rng_state
+    monkeypatch.setattr(torch, "get_device_module", lambda device: lost)
     before = torch.get_rng_state()
     with pytest.raises(IndexError, match="label 7"), isolated_rng(torch.device("cuda"), 1):
         raise IndexError("label 7")

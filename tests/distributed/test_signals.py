@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +66,11 @@ def make(folder: str, wrapping: str = "ddp", sends: Sends | None = None, **optio
 
 
 def train_and_signal(number: int, ranks: list[int], moment: str, folder: str, wrapping: str = "ddp") -> dict[str, Any]:
-    """Train until a signal comes to some ranks, and resume."""
-    code = None
-    trainer = make(folder, wrapping, Sends(number, ranks, moment))
+    trainer, code = make(folder, wrapping, Sends(number, ranks, moment)), None
     try:
         trainer.train()
-    except SystemExit as error:
-        code = error.code
-    except KeyboardInterrupt:
-        code = 130
+    except (SystemExit, KeyboardInterrupt) as error:
+        code = getattr(error, "code", 130)
     step, reason = trainer.progress.step, trainer.metrics.get("stop_reason")
     paths = Path(folder).glob("checkpoint-*") if trainer.is_main_process else ()  # the other rank is ahead
     end = {"code": code, "stopped": step, "reason": reason, "saved": sorted(int(path.name[11:]) for path in paths)}
@@ -98,7 +95,7 @@ def result_of(trainer: Any) -> dict[str, Any]:
 
 
 SIGNALLED: dict[str, dict[str, Any]] = {
-    f"{signal.Signals(number).name} {moment} {ranks} {wrapping}": {
+    f"{number.name} {moment} {ranks} {wrapping}": {
         "number": int(number), "ranks": ranks, "moment": moment, "wrapping": wrapping
     }
     for number, ranks, moment, wrapping in [
@@ -108,10 +105,9 @@ SIGNALLED: dict[str, dict[str, Any]] = {
     ]
 }  # fmt: skip
 KILLED: dict[str, dict[str, Any]] = {
-    "rank 1 of HFTrainer": {"ranks": [1], "wrapping": "hf"},
-    "rank 0, with the store": {"ranks": [0]},
+    "rank 1 of HFTrainer": {"ranks": [1], "wrapping": "hf"}, "rank 0, with the store": {"ranks": [0]},
     "rank 1 of FSDP": {"ranks": [1], "wrapping": "fsdp"},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +122,7 @@ def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome
     cases += [case(name, "train_and_signal", **SIGNALLED[name]) for name in SIGNALLED if name in names]
     killed = [name for name in KILLED if name in names]
     cases += [case(name, "train", "store" in name, number=int(KILL), **KILLED[name]) for name in killed]
-    resumed = [case(name, "train", resume=True) for name in killed]
-    for again in resumed:
-        again.name += " resumed"
+    resumed = [replace(case(name, "train", resume=True), name=f"{name} resumed") for name in killed]
     return joined(play(cases, folder / "first", at_once=5), play(resumed, folder / "second"))
 
 
@@ -153,8 +147,7 @@ def test_signal_to_any_rank_saves_and_resumes_exactly(name: str, outcomes: dict[
 def test_killed_rank_ends_the_others_and_the_run_resumes(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     (rank,) = KILLED[name]["ranks"]
     killed, other = outcomes[name][rank], outcomes[name][1 - rank]
-    assert killed.code == -KILL
-    assert other.code == 1, other.output
+    assert (killed.code, other.code) == (-KILL, 1), other.output
     assert re.search(rf"DistributedError: Rank {1 - rank} lost another process in .*: it was killed", other.output)
     expected = outcomes["ddp"][0].result
     for outcome in outcomes[f"{name} resumed"]:

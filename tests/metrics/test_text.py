@@ -62,17 +62,13 @@ def test_text_metrics_decode_tokens_and_scores() -> None:
     labels = torch.tensor([[3, 4, 5, 0], [6, -100, -100, -100]])
     tokens = torch.tensor([[3, 4, 7, 0, 0], [6, 0, 0, 0, 0]])  # generated ones have a width of their own
     scores = nn.functional.one_hot(torch.tensor([[3, 4, 7, 0], [6, 9, 9, 9]]), 10).float()
-    for outputs in (tokens, scores, (scores, None), {"logits": scores}):
-        scorer = make_scorer("wer", processing_class=Words())
-        scorer.update(outputs, labels)
-        assert scorer.compute() == {"wer": 0.25}
-
-
-def test_ctc_merges_repeated_tokens_of_outputs_only() -> None:
-    scorer = make_scorer("wer", processing_class=Letters())
-    path = nn.functional.one_hot(torch.tensor([[3, 3, 0, 3, 4]]), 6).float()
-    scorer.update(path, torch.tensor([[3, 3, 4, -100, -100]]))
-    assert scorer.compute() == {"wer": 0.0}
+    cases: list[Any] = [(Words(), out, labels, 0.25) for out in (tokens, scores, (scores, None), {"logits": scores})]
+    path = nn.functional.one_hot(torch.tensor([[3, 3, 0, 3, 4]]), 6).float()  # of CTC: repetitions are merged
+    cases.append((Letters(), path, torch.tensor([[3, 3, 4, -100, -100]]), 0.0))
+    for processing_class, outputs, targets, expected in cases:
+        scorer = make_scorer("wer", processing_class=processing_class)
+        scorer.update(outputs, targets)
+        assert scorer.compute() == {"wer": expected}
 
 
 @pytest.mark.parametrize(("outputs", "processing_class", "error", "message"), [
