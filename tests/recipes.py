@@ -54,6 +54,19 @@ def fit(trainer: Any, *args: Any, **options: Any) -> Any:
     return trainer
 
 
+class Composed(nn.Module):
+    """Layers by name, and the function of the model and its input that is the forward pass."""
+
+    def __init__(self, function: Callable[[Any, torch.Tensor], Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, x)
+
+
 class FailsAt(nn.Module):
     """A model, by default the small regression model, whose pass of this number fails."""
 

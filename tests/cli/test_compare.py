@@ -1,22 +1,21 @@
 """Runs side by side: their table and picture, and the runs that cannot be compared."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from omnitrain import ConfigError, MetricDescriptor, MetricsDict, compare_runs, describe_metric
-from omnitrain.cli.main import main
 
 
 def write_run(folder: Path, *evaluations: dict[str, float], end: str = "") -> Path:
     folder.mkdir(parents=True)
     rows: list[dict[str, Any]] = []
-    for number, metrics in enumerate(evaluations, start=1):
-        rows.append({"kind": "train", "step": 10 * number, "epoch": number, "loss": 1 / number, "learning_rate": 0.1})
-        rows.append({"kind": "eval", "step": 10 * number, "epoch": number, **metrics})
+    for epoch, metrics in enumerate(evaluations, start=1):
+        common = {"step": 10 * epoch, "epoch": epoch}
+        rows.append({"kind": "train", **common, "loss": 1 / epoch, "learning_rate": 0.1})
+        rows.append({"kind": "eval", **common, **metrics})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
     return folder
 
@@ -36,23 +35,21 @@ b       20    2.00   0.5  0.3 @20 *              -     3 @20
 """
 
 
-def test_compare_marks_best_of_each_metric(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "a", "b"]) == 0
-    assert capsys.readouterr().out == TABLE
+def test_compare_marks_best_of_each_metric(runs: Path, command: Any) -> None:
+    assert command("compare", "a", "b") == (0, TABLE, "")
     by_file = str(compare_runs("a", "b/metrics.jsonl")).splitlines()
     assert [line.split()[1:] for line in by_file] == [line.split()[1:] for line in TABLE.splitlines()]
 
 
-def test_compare_plots_panel_per_value(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
+def test_compare_plots_panel_per_value(runs: Path, command: Any) -> None:
     panels = [
         [axes.get_ylabel(), *(line.get_label() for line in axes.get_lines() if line.get_marker() != "*")]
         for axes in compare_runs("a", "b").plot().axes
     ]
     assert panels == [["train loss", "a", "b"], ["eval_loss", "a", "b"], ["eval_accuracy", "a"], ["eval_foo", "b"]]
-    assert main(["compare", "a", "b", "--png", "pictures/runs.png"]) == 0
-    assert capsys.readouterr().out == TABLE + f"Drawn in {os.path.join('pictures', 'runs.png')}.\n"
-    assert Path("pictures/runs.png").read_bytes().startswith(b"\x89PNG")
+    picture = Path("pictures", "runs.png")
+    assert command("compare", "a", "b", "--png", picture)[:2] == (0, TABLE + f"Drawn in {picture}.\n")
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_compare_takes_histories_and_files(runs: Path) -> None:
@@ -96,13 +93,12 @@ def test_compare_skips_damaged_lines(runs: Path, caplog: pytest.LogCaptureFixtur
     (["empty"], "The run 'empty' has no rows"),
     (["odd.json"], "'odd.json' has no rows of a run"),
     (["odd.jsonl"], "'odd.jsonl' has no rows of a run: each line is a JSON object"),
+    ([], "There is nothing to compare"),
+    ([MetricsDict()], "A MetricsDict has no name"),
 ])  # fmt: skip
-def test_compare_rejects_other_paths(names: list[str], expected: str, runs: Path, capsys: Any) -> None:
+def test_compare_rejects_other_paths(names: list[Any], expected: str, runs: Path) -> None:
     write_run(runs / "empty")
     (runs / "odd.json").write_text("[1]")
     (runs / "odd.jsonl").write_text('{"a": 1}\n')
-    assert main(["compare", *names]) == 2
-    assert expected in capsys.readouterr().err
-    for arguments, words in (([], "There is nothing to compare"), ([MetricsDict()], "A MetricsDict has no name")):
-        with pytest.raises(ConfigError, match=words):
-            compare_runs(*arguments)
+    with pytest.raises(ConfigError, match=expected):
+        compare_runs(*names)

@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -23,23 +24,20 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-MACHINES = ["--rdzv-endpoint", "a:1", "--max-restarts", "3"]
+MACHINES = "--rdzv-endpoint a:1 --max-restarts 3"
 
 
 @pytest.mark.parametrize(("words", "expected"), [
     # what follows the script belongs to it
-    (["-n", "2", "--zero", "3", "a.py", "-n", "7", "--fsdp"], Launch("a.py", ["-n", "7", "--fsdp"], 2, zero=3)),
-    (
-        ["-n", "4", "--fsdp", "--cpu", "--nnodes", "2", *MACHINES, "-m", "package.train", "--lr", "1"],
-        Launch("package.train", ["--lr", "1"], 4, True, None, True, True, 2, "a:1", 3),
-    ),
-    (["--nnodes", "1:4", *MACHINES, "a.py"], Launch("a.py", [], machines="1:4", endpoint="a:1", max_restarts=3)),
+    ("-n 2 --zero 3 a.py -n 7 --fsdp", Launch("a.py", ["-n", "7", "--fsdp"], 2, zero=3)),
+    (f"-n 4 --fsdp --cpu --nnodes 2 {MACHINES} -m package.train --lr 1",
+     Launch("package.train", ["--lr", "1"], 4, True, None, True, True, 2, "a:1", 3)),
+    (f"--nnodes 1:4 {MACHINES} a.py", Launch("a.py", [], machines="1:4", endpoint="a:1", max_restarts=3)),
 ])  # fmt: skip
-def test_launch_reads_options(words: list[str], expected: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches: list[Launch] = []
-    monkeypatch.setattr(launch, "start", lambda job: launches.append(job) or 0)
-    assert main(["launch", *words]) == 0
-    assert launches == [expected]
+def test_launch_reads_options(words: str, expected: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "start", start := mock.Mock(return_value=0))
+    assert main(["launch", *words.split()]) == 0
+    start.assert_called_once_with(expected)
 
 
 @pytest.mark.parametrize(("options", "fragment"), [
@@ -61,7 +59,6 @@ def test_check_rejects_options(options: dict[str, Any], fragment: str, script: s
 
 
 def test_check_needs_gpus_and_deepspeed(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs as many as processes, if any; DeepSpeed only for ZeRO."""
     with pytest.raises(ConfigError, match=r"`-n 3` .* \(2\)"):
         Launch(script, processes=3).check(gpus=2)
     Launch(script, processes=2).check(gpus=2)
@@ -131,12 +128,11 @@ def train_natively() -> None:
 
 @pytest.mark.processes
 def test_launch_ends_with_code_or_error_of_the_script(script: str, tmp_path: Path) -> None:
-    """`Trainer` trains on one process."""
     case = Case("exit", "cli.test_launch:run_command", {"words": ["launch", script]}, processes=1)
     outcomes = play([case, Case("native", "cli.test_launch:train_natively")], tmp_path / "cases")
-    (outcome,) = outcomes["exit"]
-    assert outcome.code == 7
-    assert "exit code 7" in outcome.output and "Traceback" not in outcome.output
-    for outcome in outcomes["native"]:
-        assert outcome.code == 1
-        assert "DistributedError: Trainer trains on one process, and this is one of 2" in outcome.output
+    for name, code, message in (
+        ("exit", 7, "exit code 7"),
+        ("native", 1, "DistributedError: Trainer trains on one process, and this is one of 2"),
+    ):  # fmt: skip
+        assert all(outcome.code == code and message in outcome.output for outcome in outcomes[name])
+    assert "Traceback" not in outcomes["exit"][0].output

@@ -1,8 +1,12 @@
 """Datasets that callbacks change during a run."""
 
+import functools
+import itertools
+import operator
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from backends import make_trainer
 from forking import ON_CPU, Case, play
-from recipes import StopAt, fit, rows, same, t16, weights
+from recipes import StopAt, callback, fit, rows, same, t16, weights
+from resuming import Stream
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from omnitrain import Algorithm, Callback
+from omnitrain import Callback
 from omnitrain.core.errors import DataError
 from omnitrain.data.stateful import snapshot
 
@@ -34,19 +39,9 @@ class Pool(Dataset[Any]):
         return self.x[self.indices[index]], self.y[self.indices[index]]
 
 
-class Seen(Algorithm):
-    """Records the samples of each epoch."""
-
-    def __init__(self) -> None:
-        self.epochs: dict[int, list[int]] = {}
-
-    def transform_batch(self, trainer: Any, batch: Any) -> Any:
-        self.epochs.setdefault(trainer.progress.epoch, []).extend(map(int, batch[0][:, 3]))
-        return batch
-
-    @property
-    def sizes(self) -> list[int]:
-        return [len(samples) for samples in self.epochs.values()]
+def epochs_of(trainer: Any) -> list[list[int]]:
+    pairs = itertools.groupby(trainer.algorithms[0].samples, key=operator.itemgetter(0))
+    return [sorted(sample for _, sample in samples) for _, samples in pairs]
 
 
 class Resize(Callback):
@@ -66,10 +61,10 @@ class Resize(Callback):
         self.data.indices = list(range(state["size"]))
 
 
-def make(backend: str, data: Any, sizes: Sequence[int], callbacks: Sequence[Callback] = (), **options: Any) -> Any:
+def make(backend: str, data: Any, sizes: Sequence[int] = (), callbacks: Sequence[Callback] = (), **options: Any) -> Any:
     options = {"batch_size": 4, "epochs": len(sizes), "loss_fn": F.mse_loss, "lr_scheduler": "constant"} | options
-    callbacks = [Resize(data, sizes), *callbacks]
-    return make_trainer(backend, t16(dtype=torch.float32), data, callbacks=callbacks, algorithms=[Seen()], **options)
+    callbacks = [*([Resize(data, sizes)] if sizes else []), *callbacks]
+    return make_trainer(backend, t16(dtype=torch.float32), data, callbacks=callbacks, algorithms=[Stream()], **options)
 
 
 @pytest.mark.parametrize("backend", ["native", "accelerate", "hf"])
@@ -77,8 +72,7 @@ def test_length_is_asked_at_each_epoch(backend: str) -> None:
     pool, sizes = Pool(6), [6, 13, 3]
     for data in (pool, Subset(TensorDataset(pool.x, pool.y), range(6))):
         trainer = fit(make(backend, data, sizes, gradient_accumulation_steps=2))
-        epochs = trainer.algorithms[0].epochs.values()
-        assert [sorted(samples) for samples in epochs] == [list(range(size)) for size in sizes]
+        assert epochs_of(trainer) == [list(range(size)) for size in sizes]
         assert (trainer.progress.samples, trainer.progress.step, trainer.progress.epochs) == (22, 4, 3)
         assert trainer.stop_reason == "epochs"
     with pytest.raises(DataError, match="The training set now has 0 samples"):
@@ -86,15 +80,9 @@ def test_length_is_asked_at_each_epoch(backend: str) -> None:
 
 
 def test_length_of_evaluation_set_is_asked() -> None:
-    data, evaluation = Pool(6), Pool(4)
-    lengths = []
-
-    def count(outputs: Any, labels: Any) -> dict[str, float]:
-        lengths.append(len(labels))
-        return {}
-
-    trainer = make("native", data, [6, 6], [Resize(evaluation, [4, 9])], eval_dataset=evaluation, compute_metrics=count)
-    trainer.train()
+    data, evaluation, lengths = Pool(6), Pool(4), list[int]()
+    options = {"eval_dataset": evaluation, "compute_metrics": lambda _, labels: lengths.append(len(labels)) or {}}
+    make("native", data, [6, 6], [Resize(evaluation, [4, 9])], **options).train()
     assert lengths[-2:] == [4, 9]
 
 
@@ -119,18 +107,15 @@ def test_resume_of_shrunk_data_is_an_error(tmp_path: Path, monkeypatch: pytest.M
 
 def train(backend: str, sizes: list[list[int]]) -> list[int]:
     trainer = fit(make(backend, Pool(6), sizes[int(os.environ["RANK"])]))
-    return [*trainer.algorithms[0].sizes, trainer.progress.samples, trainer.progress.step]
+    return [*map(len, epochs_of(trainer)), trainer.progress.samples, trainer.progress.step]
 
 
 @pytest.mark.processes
 def test_lengths_on_two_ranks(tmp_path: Path) -> None:
     """Of the same data they are shared out; others are an error on all ranks."""
-    alike, other = [[8, 14], [8, 14]], [[8, 14], [8, 13]]
-    cases = [
-        Case(backend, "tests.data.test_changing_data:train", {"backend": backend, "sizes": sizes})
-        for backend, sizes in (("ddp", alike), ("hf2", alike))
-    ]
-    cases.append(Case("other", cases[0].function, {"backend": "ddp", "sizes": other}, environment=ON_CPU))
+    function, alike, other = "tests.data.test_changing_data:train", [[8, 14], [8, 14]], [[8, 14], [8, 13]]
+    cases = [Case(backend, function, {"backend": backend, "sizes": alike}) for backend in ("ddp", "hf2")]
+    cases.append(Case("other", function, {"backend": "ddp", "sizes": other}, environment=ON_CPU))
     outcomes = play(cases, tmp_path)
     for backend in ("ddp", "hf2"):
         assert [outcome.result for outcome in outcomes[backend]] == [[4, 7, 22, 3]] * 2
@@ -139,71 +124,53 @@ def test_lengths_on_two_ranks(tmp_path: Path) -> None:
 
 
 class Leveled(Pool):
-    """Rows whose fourth number is the level, which is in one of the places that a callback may change."""
+    """Rows whose fourth number is the level: an attribute, or in an array."""
 
-    def __init__(self, size: int, place: str) -> None:
+    def __init__(self, size: int, level: Any = 0) -> None:
         super().__init__(size)
-        self.place, self.level, self.array = place, 0, np.zeros(1)
+        self.level = level
 
     def set(self, level: int) -> None:
-        if self.place == "attribute":
+        if isinstance(self.level, int):
             self.level = level
         else:
-            self.array[0] = level
+            self.level[0] = level
 
     def __getitem__(self, index: int) -> Any:
         x, y = super().__getitem__(index)
-        return torch.cat([x[:3], torch.tensor([self.level + float(self.array[0])])]), y
+        return torch.cat([x[:3], torch.tensor([float(np.sum(self.level))])]), y
 
 
-class Raise(Callback):
-    """Raises the level at the start of each epoch, or in its middle."""
-
-    def __init__(self, data: Leveled, in_the_middle: bool = False) -> None:
-        self.data, self.in_the_middle = data, in_the_middle
-
-    def on_epoch_start(self, trainer: Any) -> None:
-        if not self.in_the_middle:
-            self.data.set(trainer.progress.epoch)
-
-    def on_step_end(self, trainer: Any) -> None:
-        if self.in_the_middle and trainer.progress.step == 2:
-            self.data.set(7)
-
-
-def levels(place: str, num_workers: int, in_the_middle: bool = False) -> dict[int, list[int]]:
-    data = Subset(Leveled(16, place), range(16))
-    trainer = fit(make_trainer(
-        "native", t16(dtype=torch.float32), data, callbacks=[Raise(data.dataset, in_the_middle)], algorithms=[Seen()],
-        epochs=2, batch_size=4, loss_fn=F.mse_loss, num_workers=num_workers,
-    ))  # fmt: skip
-    return {epoch: sorted(set(values)) for epoch, values in trainer.algorithms[0].epochs.items()}
+def levels(level: Any, num_workers: int, in_the_middle: bool = False) -> list[set[int]]:
+    """Raise the level at the start of each epoch, or in the second step, and return those of each epoch."""
+    data = Leveled(16, level)
+    if in_the_middle:
+        change = callback(on_step_end=lambda trainer: data.set(7) if trainer.progress.step == 2 else None)
+    else:
+        change = callback(on_epoch_start=lambda trainer: data.set(trainer.progress.epoch))
+    trainer = make("native", Subset(data, range(16)), callbacks=[change], epochs=2, num_workers=num_workers)
+    return [set(samples) for samples in epochs_of(fit(trainer))]
 
 
 @pytest.mark.processes
 def test_workers_see_changes_at_each_epoch(caplog: pytest.LogCaptureFixture) -> None:
-    for place in ("attribute", "array"):
-        assert levels(place, num_workers=1) == levels(place, num_workers=0) == {0: [0], 1: [1]}
+    for level in (int, functools.partial(np.zeros, 1)):
+        assert levels(level(), num_workers=1) == levels(level(), num_workers=0) == [{0}, {1}]
     assert "was changed while worker processes read it" not in caplog.text
-    assert levels("attribute", num_workers=1, in_the_middle=True)[1] == [7]
+    assert levels(0, num_workers=1, in_the_middle=True)[1] == {7}
     assert "The training set was changed while worker processes read it." in caplog.text
 
 
-class Item:
-    def __init__(self, value: int) -> None:
-        self.value: Any = value
-
-
-LOOP = Item(1)
+LOOP: Any = SimpleNamespace()
 LOOP.value = [LOOP]
 CHANGES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-    "attribute": (Item(1), lambda data: setattr(data, "value", 2)),
-    "new attribute": (Item(1), lambda data: setattr(data, "other", 2)),
+    "attribute": (SimpleNamespace(value=1), lambda data: setattr(data, "value", 2)),
+    "new attribute": (SimpleNamespace(value=1), lambda data: setattr(data, "other", 2)),
     "tensor": (torch.zeros(3), lambda data: data.add_(1)),
     "tensors": (TensorDataset(torch.zeros(3)), lambda data: setattr(data, "tensors", (torch.zeros(4),))),
     "array": (np.zeros((3, 2)), lambda data: data.fill(1)),
-    "subset": (Subset(Item(1), [1, 2]), lambda data: setattr(data.dataset, "value", 2)),  # type: ignore[arg-type]
-    "long list": ([Item(i) for i in range(40000)], lambda data: data.reverse()),
+    "subset": (Subset(Pool(1), [1, 2]), lambda data: setattr(data.dataset, "value", 2)),
+    "long list": ([SimpleNamespace(value=i) for i in range(40000)], lambda data: data.reverse()),
     "list of lists": ([[1], [2]], lambda data: data[1].append(3)),
     "itself": (LOOP, lambda data: data.value.append(1)),
     "dict": ({"level": 0}, lambda data: data.update(level=1)),

@@ -96,7 +96,6 @@ def test_collator_takes_arrays_of_any_memory_layout(layout: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return the same with lists in the place of tensors and arrays."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.tolist()
     if isinstance(value, dict):
@@ -147,9 +146,6 @@ def test_padding_has_the_type_of_values_and_padding(key: str, values: Any, expec
     assert batch.tolist() == expected and batch.dtype is dtype
 
 
-# Padding
-
-
 @pytest.mark.parametrize(("values", "key"), [
     ([torch.ones(3, 4, 4), torch.ones(1, 4, 4)], "pixels"),
     ([np.ones((3, 4, 4), np.uint8), np.ones((1, 4, 4), np.uint8)], "pixels"),
@@ -182,7 +178,6 @@ def test_collator_with_mask_hides_padding(side: str) -> None:
 
 
 def test_padded_batch_keeps_its_tokens() -> None:
-    """Also when worker processes send it, and when it is copied."""
     batch = collate([{"input_ids": [4, 5]}, {"input_ids": [0]}])
     for clone in (batch, copy.copy(batch), pickle.loads(pickle.dumps(batch)), batch.to("cpu")):
         assert isinstance(clone, PaddedBatch) and clone.count_tokens() == 3
@@ -283,9 +278,6 @@ def test_collator_rejects_samples_that_do_not_fit_together(samples: list[Any], w
 def test_collator_rejects_impossible_options(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"`{name}` must be .*{value!r}"):
         Collator(**{name: value})
-
-
-# Labels, counts, devices
 
 
 class UserMapping(collections.UserDict):  # type: ignore[type-arg]

@@ -10,8 +10,7 @@ import torch
 from datasets import Dataset as Table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import TRAINERS
-from recipes import trainer_on_cpu
+from recipes import fit, same, trainer_on_cpu, weights
 from tiny import gpt
 from torch.utils.data import TensorDataset
 
@@ -78,39 +77,40 @@ def test_groups_save_padding_and_differ_from_epoch_to_epoch() -> None:
 def test_lengths_are_found_passed_or_computed() -> None:
     data = texts([3, 1, 2])
     table = Table.from_list([{**sample, "n": 7 - i} for i, sample in enumerate(data)]).select([2, 0, 1])
-    assert GroupByLength(data).lengths.tolist() == [3, 1, 2]
-    assert GroupByLength(table).lengths.tolist() == [2, 3, 1]
-    assert GroupByLength(table, lengths=table["n"]).lengths.tolist() == [5, 7, 6]
-    assert GroupByLength(data, lengths=lambda sample: len(sample["labels"]) + 1).lengths.tolist() == [4, 2, 3]
-    assert GroupByLength([(torch.ones(2), 1), (torch.ones(5), 0)]).lengths.tolist() == [2, 5]
     transformed = table.with_transform(lambda rows: {"input_ids": [ids * 2 for ids in rows["input_ids"]]})
-    assert GroupByLength(transformed).lengths.tolist() == [4, 6, 2]
+    for source, lengths, expected in (
+        (data, None, [3, 1, 2]), (table, None, [2, 3, 1]), (table, table["n"], [5, 7, 6]),
+        (data, lambda sample: len(sample["labels"]) + 1, [4, 2, 3]), (transformed, None, [4, 6, 2]),
+        ([(torch.ones(2), 1), (torch.ones(5), 0)], None, [2, 5]),
+    ):  # fmt: skip
+        assert GroupByLength(source, lengths=lengths).lengths.tolist() == expected
 
 
 def test_groups_of_tables_and_of_packed_rows_are_trained_on() -> None:
     table = Table.from_list([{**sample, "text": "?"} for sample in texts([3, 1, 2, 5])])
-    trainer = quiet(GroupByLength(table))
+    trainer = fit(quiet(GroupByLength(table)))
     assert set(next(iter(trainer.train_loader))) == {"input_ids", "attention_mask", "labels"}
-    trainer.train()
     packed = PackedDataset(texts(range(1, 9)), 9, borders=("position_ids", "cu_seq_lens"))
     assert "cu_seq_lens_q" in next(iter(quiet(GroupByLength(packed, 2), batch_size=2).train_loader))
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: GroupByLength(texts([1]), 0), ConfigError, "`group_size` must be an integer of at least 1, got 0"),
-        (lambda: GroupByLength(texts([1]), pool=0), ConfigError, "`pool` must be an integer of at least 1"),
-        (lambda: GroupByLength(texts([1]), lengths=[1.5]), ConfigError, "must be 1 integers .* got float64"),
-        (lambda: GroupByLength(texts([1]), lengths=[-1]), ConfigError, "must be 1 integers .* with -1"),
-        (lambda: GroupByLength([1, 2]), DataError, "no length: it is a int.*Pass `lengths=`"),
-        (lambda: GroupByLength([{"x": 1}]), DataError, "with the keys 'x'"),
-        (lambda: GroupByLength(TensorDataset(torch.ones(4, 2))), DataError, "tensors have one length"),
-        (lambda: GroupByLength(x for x in [[1]]), DataError, "must have a length"),
-        (lambda: MultiTask({"a": GroupByLength(texts([1]))}), DataError, "'a' is a GroupByLength with an order"),
-        (lambda: quiet(GroupByLength(texts([1])), shuffle=False), ConfigError, "`shuffle=False` contradicts"),
-    ],
-)
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: GroupByLength(texts([1]), 0), ConfigError, "`group_size` must be an integer of at least 1, got 0"),
+    (lambda: GroupByLength(texts([1]), pool=0), ConfigError, "`pool` must be an integer of at least 1"),
+    (lambda: GroupByLength(texts([1]), lengths=[1.5]), ConfigError, "must be 1 integers .* got float64"),
+    (lambda: GroupByLength(texts([1]), lengths=[-1]), ConfigError, "must be 1 integers .* with -1"),
+    (lambda: GroupByLength([1, 2]), DataError, "no length: it is a int.*Pass `lengths=`"),
+    (lambda: GroupByLength([{"x": 1}]), DataError, "with the keys 'x'"),
+    (lambda: GroupByLength(TensorDataset(torch.ones(4, 2))), DataError, "tensors have one length"),
+    (lambda: GroupByLength(x for x in [[1]]), DataError, "must have a length"),
+    (lambda: MultiTask({"a": GroupByLength(texts([1]))}), DataError, "'a' is a GroupByLength with an order"),
+    (lambda: quiet(GroupByLength(texts([1])), shuffle=False), ConfigError, "`shuffle=False` contradicts"),
+    (lambda: BatchByTokens(texts([3, 9, 1]), 8), ConfigError, "`max_tokens=8` is less than the 9 tokens of sample 1"),
+    (lambda: BatchByTokens(texts([3]), 8, max_samples=0), ConfigError, "`max_samples` must be an integer of at least"),
+    (lambda: quiet(BatchByTokens(texts([3]), 8)), ConfigError, "`batch_size=4` would put 4 batches of a BatchByTokens"),
+    (lambda: quiet(None, eval_dataset=BatchByTokens(texts([3]), 8), batch_size=1, eval_batch_size=2), ConfigError,
+     "eval_batch_si"),
+])  # fmt: skip
 def test_data_that_cannot_be_grouped_are_an_error(make: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         make()
@@ -119,7 +119,7 @@ def test_data_that_cannot_be_grouped_are_an_error(make: Any, error: Any, message
 def test_resume_in_another_order_is_an_error(tmp_path: Path) -> None:
     data = texts(range(1, 21))
     options: dict[str, Any] = {"save_dir": tmp_path, "save_steps": 1}
-    quiet(GroupByLength(data, 4), **options, max_steps=1, epochs=None).train()
+    fit(quiet(GroupByLength(data, 4), **options, max_steps=1, epochs=None))
     for other, message in (
         (data, "order=None now, and had 'GroupByLength'"), (GroupByLength(data, 8), "group_size=8 now, and had 4"),
         (GroupByLength(data, 4, lengths=[1] * 20), "has lengths="),
@@ -144,42 +144,25 @@ def test_token_batches_have_each_sample_once(sizes: list[int], budget: int, most
             assert (len(batch) + 1) * following[0] > budget or len(batch) == most
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_token_batches_are_trained_on_in_any_split(name: str, tmp_path: Path) -> None:
+def test_token_batches_are_trained_on_in_any_split(trainer_class: Any, tmp_path: Path) -> None:
     """And a run that resumes within an epoch is the undisturbed one."""
     sizes = np.random.default_rng(0).integers(2, 25, 40)
-    data = BatchByTokens(texts(sizes), 64)
 
-    def run(resume: str | None = None, data: Any = data, **options: Any) -> Any:
-        model, options = gpt(), {"batch_size": 1, "max_grad_norm": None, **options}
-        trainer = TRAINERS[name](model, data, data, learning_rate=1e-2, **options)
-        trainer.train(resume_from=resume)
-        return trainer
+    def run(resume: str | None = None, most: int | None = None, **options: Any) -> Any:
+        data = BatchByTokens(texts(sizes), 64, max_samples=most)
+        defaults = {"batch_size": 1, "max_grad_norm": None, "learning_rate": 1e-2, "epochs": 2, "eval_dataset": data}
+        return fit(trainer_on_cpu(trainer_class, gpt(), data, **{**defaults, **options}), resume_from=resume)
 
-    straight = run(global_batch_size=4, epochs=2)
-    loader_shapes = [batch["input_ids"].shape for batch in straight.train_loader]
-    assert all(rows * width <= 64 for rows, width in loader_shapes) and len({*loader_shapes}) > 4
-    assert straight.progress.samples == 2 * len(data) and straight.progress.tokens == 2 * sizes.sum()
-    split = run(gradient_accumulation_steps=4, microbatch_size=2, epochs=2)
-    for one, other in zip(straight.model.parameters(), split.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    straight = run(global_batch_size=4)
+    shapes = [batch["input_ids"].shape for batch in straight.train_loader]
+    assert all(rows * width <= 64 for rows, width in shapes) and len({*shapes}) > 4
+    assert straight.progress.samples == 2 * len(shapes) and straight.progress.tokens == 2 * sizes.sum()
+    split = run(gradient_accumulation_steps=4, microbatch_size=2)
+    torch.testing.assert_close(weights(split.model), weights(straight.model), rtol=1e-4, atol=1e-5)
     run(global_batch_size=4, max_steps=3, epochs=None, save_dir=tmp_path)
-    resumed = run("last", global_batch_size=4, epochs=2, save_dir=tmp_path)
-    assert all(map(torch.equal, resumed.model.parameters(), straight.model.parameters()))
-    other = BatchByTokens(texts(sizes), 64, max_samples=40)
+    assert same(weights(run("last", global_batch_size=4, save_dir=tmp_path).model), weights(straight.model))
     with pytest.raises(CheckpointError, match="max_samples=40 now, and had None"):
-        run("last", data=other, global_batch_size=4, epochs=2, save_dir=tmp_path)
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: BatchByTokens(texts([3, 9, 1]), 8), "`max_tokens=8` is less than the 9 tokens of sample 1"),
-    (lambda: BatchByTokens(texts([3]), 8, max_samples=0), "`max_samples` must be an integer of at least 1"),
-    (lambda: quiet(BatchByTokens(texts([3]), 8)), "`batch_size=4` would put 4 batches of a BatchByTokens together"),
-    (lambda: quiet(None, eval_dataset=BatchByTokens(texts([3]), 8), batch_size=1, eval_batch_size=2), "eval_batch_si"),
-])  # fmt: skip
-def test_token_batches_reject(make: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()
+        run("last", most=40, global_batch_size=4, save_dir=tmp_path)
 
 
 def test_token_batches_name_the_samples_of_an_error() -> None:

@@ -6,9 +6,10 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -17,37 +18,29 @@ import pytest
 import torch
 from datasets import Dataset as Table
 from recipes import assert_equal, disturb, draw, states
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    Subset,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, Subset, TensorDataset
 
 from omnitrain.core.errors import DataError
 from omnitrain.data.loaders import MapLoader, StreamLoader, UserLoader, check_loader, make_loader
 from omnitrain.data.sampling import MicrobatchLayout, ReadOptions
 from omnitrain.data.streams import StreamPosition
 
+BatchSampler = torch.utils.data.BatchSampler
 PROCESSES = pytest.mark.processes
 WORKERS = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=PROCESSES)])
 
 
 class Rows(Dataset[torch.Tensor]):
-    """Rows of (index, something drawn in every third sample)."""
+    """Rows of (index, something drawn in every third sample), or of another function."""
 
-    def __init__(self, size: int = 11) -> None:
-        self.size = size
+    def __init__(self, size: int = 11, make: Callable[[int], Any] = lambda i: (i, draw() if i % 3 == 0 else 0)) -> None:
+        self.size, self.make = size, make
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index, draw() if index % 3 == 0 else 0.0], dtype=torch.float64)
+        return torch.tensor(self.make(index), dtype=torch.float64)
 
 
 def read(loader: Any, epoch: int = 0, position: int = 0) -> list[Any]:
@@ -67,9 +60,6 @@ load = functools.partial(make_loader, name="d")
 flat = itertools.chain.from_iterable
 
 
-# Map-style datasets
-
-
 @WORKERS
 def test_map_loader_reads_the_same_from_any_position(workers: int) -> None:
     expected = [read(load(Rows(), 2, shuffle=True), epoch) for epoch in (0, 1)]
@@ -85,23 +75,15 @@ def test_map_loader_reads_the_same_from_any_position(workers: int) -> None:
 
 @WORKERS
 def test_map_loader_reads_lazily_from_a_position(workers: int, tmp_path: Path) -> None:
-    class Noted(Rows):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            (tmp_path / str(index)).touch()
-            return torch.tensor(index)
-
-    batches = load(Noted(), 2, num_workers=workers).batches(0, 8)
+    data = Rows(make=lambda index: (tmp_path / str(index)).touch() or index)
+    batches = load(data, 2, num_workers=workers).batches(0, 8)
     assert next(batches).tolist() == [8, 9] and (workers or set(os.listdir(tmp_path)) == {"8", "9"})
     assert [batch.tolist() for batch in batches] == [[10]] and set(os.listdir(tmp_path)) == {"8", "9", "10"}
 
 
 @PROCESSES
 def test_workers_are_started_once_and_survive_a_break() -> None:
-    class Pids(Rows):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.tensor([index, os.getpid()])
-
-    loader, pids = load(Pids(40), 2, shuffle=True, num_workers=2), set()
+    loader, pids = load(Rows(40, lambda index: (index, os.getpid())), 2, shuffle=True, num_workers=2), set()
     for epoch in range(5):
         pairs = torch.cat([*itertools.islice(loader.batches(epoch), 3 if epoch % 2 else None)]).tolist()
         pids |= {pid for _, pid in pairs}
@@ -111,18 +93,11 @@ def test_workers_are_started_once_and_survive_a_break() -> None:
 
 @WORKERS
 def test_map_loader_passes_errors_on_and_continues(workers: int) -> None:
-    class Failing(Rows):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return super().__getitem__({}["the key"] if index == 7 else index)
-
-    loader = load(Failing(), 2, num_workers=workers)
+    loader = load(Rows(make=lambda index: {}["the key"] if index == 7 else index), 2, num_workers=workers)
     with pytest.raises(KeyError, match="the key"):
         read(loader)
-    assert [len(batch) for batch in read(loader, 0, position=8)] == [2, 1]
+    assert read(loader, 0, position=8) == [[8, 9], [10]]
     loader.close()  # left to the garbage collector, torch waits ten seconds: the error's traceback is a cycle
-
-
-# What is a dataset
 
 
 def test_make_loader_chooses_kind_and_size_by_dataset() -> None:
@@ -215,29 +190,25 @@ def test_hf_stream_shuffles_each_epoch_differently() -> None:
     assert orders[1] == orders[2]  # datasets shuffles otherwise in a worker than in the process itself
 
 
-# Streams
-
-
 class Numbers(IterableDataset[torch.Tensor]):
     """A stream of (number, something drawn)."""
 
     def __init__(self, size: int = 11) -> None:
         self.size = size
 
-    def numbers(self) -> Iterator[int]:
-        return iter(range(self.size))
+    def numbers(self) -> Iterable[int]:
+        return range(self.size)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        for number in self.numbers():
-            yield torch.tensor([number, draw() if number % 3 == 0 else 0.0], dtype=torch.float64)
+        return map(Rows().__getitem__, self.numbers())
 
 
 class Sharing(Numbers):
     """A stream that shares itself out among workers, as PyTorch's documentation shows it."""
 
-    def numbers(self) -> Iterator[int]:
+    def numbers(self) -> Iterable[int]:
         info = torch.utils.data.get_worker_info()
-        return iter(range(self.size) if info is None else range(info.id, self.size, info.num_workers))
+        return range(self.size) if info is None else range(info.id, self.size, info.num_workers)
 
 
 class Shuffled(Numbers):
@@ -248,24 +219,19 @@ class Shuffled(Numbers):
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def numbers(self) -> Iterator[int]:
-        numbers = [100 * self.epoch + number for number in range(self.size)]
-        random.shuffle(numbers)
-        return iter(numbers)
+    def numbers(self) -> Iterable[int]:
+        return random.sample(range(100 * self.epoch, 100 * self.epoch + self.size), self.size)
 
 
 class Itself(IterableDataset[torch.Tensor]):
     """A stream that is its own iterator, and starts again."""
 
     def __iter__(self) -> Any:
-        self.rest = 3
+        self.rest = iter([2, 1, 0])
         return self
 
     def __next__(self) -> torch.Tensor:
-        if not self.rest:
-            raise StopIteration
-        self.rest -= 1
-        return torch.tensor([self.rest])
+        return torch.tensor([next(self.rest)])
 
 
 def test_data_that_is_its_own_iterator_restarts() -> None:
@@ -343,24 +309,19 @@ def test_stream_collator_draws_reproducibly(workers: int) -> None:
     assert read(collated(), 1, position=4) == expected[2:]
 
 
-class Sized(Numbers):
-    def __len__(self) -> int:
-        if not self.size:
-            raise NotImplementedError
-        return self.size
-
-
 def test_stream_may_have_a_length() -> None:
-    sized: Any = load(Sized(), 2)
+    lengths = {"lasts": lambda self: self.size, "fails": mock.Mock(side_effect=NotImplementedError)}
+    lasts, fails = (type(name, (Numbers,), {"__len__": length})() for name, length in lengths.items())
+    sized: Any = load(lasts, 2)
     assert (sized.size, len(sized)) == (11, 6)
-    for stream in (Sized(0), Numbers()):
+    for stream in (fails, Numbers()):
         with pytest.raises(TypeError, match="no length"):
             len(load(stream, 2))  # type: ignore[arg-type]
 
 
 def test_error_of_a_stream_or_loader_leaves_generators_unchanged() -> None:
     class Failing(Numbers):
-        def numbers(self) -> Iterator[int]:
+        def numbers(self) -> Iterable[int]:
             yield 0
             draw()
             raise KeyError("the key")
@@ -392,38 +353,36 @@ def test_stream_shares_steps_that_do_not_divide() -> None:
 
 
 def test_stream_warns_of_workers_and_of_reading_again(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "omnitrain"):
-        load(Numbers(), 2, num_workers=1)
-        next(load(Numbers(), 2).batches(0))
-        assert not caplog.records
-        load(Numbers(), 2, num_workers=3)
-        next(load(Numbers(), 2).batches(0, position=4))
+    caplog.set_level(logging.WARNING, "omnitrain")
+    load(Numbers(), 2, num_workers=1)
+    next(load(Numbers(), 2).batches(0))
+    assert not caplog.records
+    load(Numbers(), 2, num_workers=3)
+    next(load(Numbers(), 2).batches(0, position=4))
     assert "`num_workers=3`: a stream is read by one worker" in caplog.text
     assert "Reading 4 samples of the stream again" in caplog.text
-
-
-# Users' own loaders
 
 
 class EpochSampling(Sampler[int]):
     """A sampler of the user's own, whose order follows from `set_epoch`."""
 
+    epoch, size = 0, 11
+
     def __init__(self) -> None:
-        self.epoch = 0
+        pass
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return 11
+        return self.size
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Any:
         return iter(np.random.RandomState(self.epoch).permutation(11).tolist())
 
 
 class EpochBatches(EpochSampling):
-    def __len__(self) -> int:
-        return 3
+    size = 3
 
     def __iter__(self) -> Any:
         return (batch.tolist() for batch in torch.tensor([*super().__iter__()]).split(4))
@@ -588,8 +547,6 @@ class Positioned:
         return {"at": self.at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "at" not in state:
-            raise KeyError("at")
         self.at = state["at"]
 
 
@@ -622,6 +579,6 @@ def test_user_loader_ignores_a_state_of_another_position(caplog: pytest.LogCaptu
     assert not caplog.records
     assert restored(point._replace(workers=2), 4) == (5, whole[4:])
     assert "num_workers=2 when its state was saved, and has 0 now" in caplog.text
-    with pytest.raises(KeyError) as caught:
+    with pytest.raises(KeyError, match="at") as caught:
         restored(point._replace(state={}), 4)
     assert "for its state from the checkpoint" in caught.value.__notes__[0]

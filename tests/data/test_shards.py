@@ -1,16 +1,17 @@
 """Streams of shards: split over ranks and workers, order and resume."""
 
-import logging
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from datasets.distributed import split_dataset_by_node
 
 from omnitrain import ConfigError, ShardedStream
 from omnitrain.core.errors import CheckpointError, DataError
 from omnitrain.data import shards as module
-from omnitrain.data.loaders import Loader
 from omnitrain.data.sampling import ReadOptions
 from omnitrain.data.shards import ShardedLoader
 
@@ -53,11 +54,13 @@ def values(batches: Any) -> list[list[float]]:
     return [batch.tolist() if samples else [] for batch, samples in batches]
 
 
-def steps(world_size: int, **options: Any) -> list[list[float]]:
+def join(ranks: Any) -> list[list[float]]:
     """The samples of each step of 8 turns on all ranks together."""
-    ranks = [values(loader(rank, world_size, **options).counted_batches(1)) for rank in range(world_size)]
-    turns = range(max(map(len, ranks)))
-    return [sorted(value for rank in ranks if turn < len(rank) for value in rank[turn]) for turn in turns]
+    return [sorted(itertools.chain(*parts)) for parts in itertools.zip_longest(*ranks, fillvalue=())]
+
+
+def steps(world_size: int, **options: Any) -> list[list[float]]:
+    return join(values(loader(rank, world_size, **options).counted_batches(1)) for rank in range(world_size))
 
 
 PROCESSES = pytest.mark.processes
@@ -66,8 +69,7 @@ PROCESSES = pytest.mark.processes
 @pytest.mark.parametrize("options", [{}, *(pytest.param({"num_workers": n}, marks=PROCESSES) for n in (1, 2))], ids=str)
 def test_steps_are_the_same_on_any_ranks_and_workers(options: dict[str, Any]) -> None:
     whole = steps(1)
-    flat = sorted(int(value) for step in whole for value in step)
-    assert flat == [*range(7), 100, 101, *range(300, 305)]
+    assert sorted(map(int, itertools.chain(*whole))) == [*range(7), 100, 101, *range(300, 305)]
     assert len(whole) == 4  # 25 turns to the last sample of the first shard
     assert steps(2, **options) == whole
     if not options:
@@ -84,25 +86,17 @@ def test_rank_reads_its_shards_only() -> None:
     assert counts[:7] == [0, 0, 1, 1, 0, 0, 1] and not any(counts[7:])
 
 
-def read_windows(windows: int, rank: int, ranks: int, *args: Any, **options: Any) -> Any:
-    """The position of a loader after some windows of an epoch."""
-    reader = loader(rank, ranks, *args, **options)
-    batches = reader.counted_batches(1, 0, 0)
-    for _ in range(windows):
-        next(batches, None)
-    reader.turn += windows
-    return reader.position_at(1, 0, 1)
-
-
 def state_after(windows: int, ranks: int, *args: Any, **options: Any) -> Any:
     """The state of data that all ranks save after some windows of an epoch."""
-    points = [read_windows(windows, rank, ranks, *args, **options) for rank in range(ranks)]
-    reader = loader(0, ranks, *args, **options)
-    return points[0]._replace(state=reader.merge_states([point.state for point in points]))
+    readers = [loader(rank, ranks, *args, **options) for rank in range(ranks)]
+    for reader in readers:
+        list(itertools.islice(reader.counted_batches(1, 0, 0), windows))
+        reader.turn += windows
+    points = [reader.position_at(1, 0, 1) for reader in readers]
+    return points[0]._replace(state=readers[0].merge_states([point.state for point in points]))
 
 
 def resumed(point: Any, *args: Any, **options: Any) -> tuple[Any, list[Any]]:
-    """A loader that begins at a point, and what it yields."""
     reader = loader(*args, **options)
     reader.resume_at(point._replace(state=reader.local_state(point.state)))
     return reader, list(reader.counted_batches(1, 1, 1))
@@ -116,9 +110,7 @@ def test_resume_on_another_number_of_ranks(kind: Any, before: int, after: int, m
         point = state_after(windows, before, kind)
         readers, batches = zip(*(resumed(point, rank, after, kind) for rank in range(after)), strict=True)
         parts = list(map(values, batches))
-        turns = range(max(map(len, parts)))
-        rest = [sorted(value for part in parts if turn < len(part) for value in part[turn]) for turn in turns]
-        assert [step for step in rest if step] == [step for step in steps(1, kind=kind)[windows:] if step]
+        assert list(filter(None, join(parts))) == list(filter(None, steps(1, kind=kind)[windows:]))
         ended = sum(not any(part) for part in parts)  # of which the ranks read their last batch again
         read = sum(shard.read for reader in readers for shard in reader.dataset.shards)
         assert 14 <= read <= 14 + 14 * ended if kind is Shard else read < 14
@@ -136,21 +128,19 @@ def test_resume_after_the_end_of_a_rank_repeats_its_last_batch(windows: int, num
 
 
 def test_shards_of_another_number_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    point = state_after(1, 1, Shard)
     with pytest.raises(CheckpointError, match="has 2 shards, and had 4"):
-        loader(sizes=(7, 7)).local_state(point.state)
+        loader(sizes=(7, 7)).local_state(state_after(1, 1, Shard).state)
     assert loader().local_state({"at": 3}) is None  # of another kind of data
     with pytest.raises(ConfigError, match=r"has 4 shards, which cannot be divided evenly among 3 ranks"):
         loader(0, 3)
-    with caplog.at_level(logging.WARNING, "omnitrain"):
-        loader(0, 2, num_workers=5)
+    loader(0, 2, num_workers=5)
     assert "`num_workers=5`: the data has 2 shards for this rank" in caplog.text
 
 
-def test_sharded_stream_rejects_what_is_no_list_of_shards() -> None:
-    for data in ([], "abc", 5, [iter([1])], [5], ["a"]):
-        with pytest.raises(ConfigError, match="iterable"):
-            ShardedStream(data)
+@pytest.mark.parametrize("data", [[], "abc", 5, [iter([1])], [5], ["a"]])
+def test_sharded_stream_rejects_what_is_no_list_of_shards(data: Any) -> None:
+    with pytest.raises(ConfigError, match="iterable"):
+        ShardedStream(data)
     with pytest.raises(ConfigError, match="no effect on a list"):
         ShardedStream([[1]], count=1)
 
@@ -174,19 +164,15 @@ def test_error_reports_sample_and_shard() -> None:
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=PROCESSES)])
 def test_shards_of_hf_streams_are_all_read_once(workers: int) -> None:
-    hf = pytest.importorskip("datasets")
-    stream = hf.Dataset.from_dict({"x": list(range(24))}).to_iterable_dataset(num_shards=4)
-    assert isinstance(loader(), Loader)
+    stream = Dataset.from_dict({"x": list(range(24))}).to_iterable_dataset(num_shards=4)
     ranks = [
         ShardedLoader(ShardedStream(stream), 3, ReadOptions(rank=rank, world_size=2, num_workers=workers))
         for rank in range(2)
     ]
     parts = [[x for batch, count in rank.counted_batches(0) if count for x in batch["x"].tolist()] for rank in ranks]
-    assert [len(part) for part in parts] == [12, 12]
-    assert sorted(parts[0] + parts[1]) == list(range(24))
+    assert [len(part) for part in parts] == [12, 12] and sorted(parts[0] + parts[1]) == list(range(24))
     assert len(ShardedStream(stream, count=2).shards) == 2
     with pytest.raises(ConfigError, match="from 1 to 4"):
         ShardedStream(stream, count=5)
-    split = pytest.importorskip("datasets.distributed").split_dataset_by_node(stream, 0, 2)
     with pytest.raises(ConfigError, match="split_dataset_by_node"):
-        ShardedStream(split)
+        ShardedStream(split_dataset_by_node(stream, 0, 2))

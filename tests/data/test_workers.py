@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import programs
 import psutil
@@ -27,20 +28,12 @@ from omnitrain.data.loaders import make_loader
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(not hasattr(os, "killpg"), reason="Windows has no process groups"),
-]
-
-# --- what runs in a process of its own, which leads a process group of its own
+needs_groups = pytest.mark.skipif(not hasattr(os, "killpg"), reason="Windows has no process groups")
+pytestmark = [pytest.mark.processes, needs_groups]
 
 
 class Rows(Dataset[Any]):
-    """Data that are slower than training, of which one row may send a signal to the whole process group.
-
-    Row 27 is in the second window: what is left of it is fetched after the signal. It is sent once training has
-    `started`, not where a fingerprint of the data is taken.
-    """
+    """Slow data, of which row 27, in the second window, may signal the process group once training has `started`."""
 
     def __init__(self, size: int, sends: int = 0, started: Path = Path()) -> None:
         self.size, self.sends, self.started = size, sends, started
@@ -57,8 +50,6 @@ class Rows(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Such data as a stream."""
-
     def __init__(self, rows: Any) -> None:
         self.rows = rows
 
@@ -86,33 +77,27 @@ class Report(Callback):
 
 
 def train(kind: str, where: str, number: int, folder: str, everyone: bool = True) -> list[str]:
-    """Train 4 steps of 8 micro-batches, with an evaluation after each; return the checkpoints.
-
-    A signal comes from the place that is named.
-    """
+    """Train 4 steps of 8 micro-batches with evaluations, and a signal from a place; return the checkpoints."""
     torch.set_num_threads(1)
     if kind == "spawn":
         torch.multiprocessing.set_start_method("spawn", force=True)
     started = Path(folder, "started")
     data: Any = Rows(64, number if where == "data" else 0, started)
     evaluation: Any = Rows(32, number if where == "eval" else 0, started)
-    options: dict[str, Any] = {"shuffle": False, "num_workers": 2, "batch_size": 2}
-    if kind == "stream":
-        data, options = Stream(data), {"num_workers": 2, "batch_size": 2}
-    elif kind == "given":
-        options = {
-            "train_loader": DataLoader(data, batch_size=2, num_workers=2),
-            "eval_loader": DataLoader(evaluation, batch_size=2, num_workers=2),
-        }
-        data = evaluation = None
+    options: dict[str, Any] = {"eval_dataset": evaluation, "num_workers": 2, "batch_size": 2}
+    if kind == "given":
+        loaders = [DataLoader(rows, batch_size=2, num_workers=2) for rows in (data, evaluation)]
+        options = dict(zip(("train_loader", "eval_loader"), loaders, strict=True))
+    else:
+        options |= {"train_dataset": Stream(data)} if kind == "stream" else {"train_dataset": data, "shuffle": False}
 
     def send() -> None:
         os.killpg(0, number) if everyone else os.kill(os.getpid(), number)
 
     trainer = Trainer(
-        torch.nn.Linear(4, 1), data, evaluation, loss_fn=torch.nn.functional.mse_loss, epochs=1,
-        gradient_accumulation_steps=8, eval_steps=1, save_steps=100, save_dir=Path(folder, "run"), device="cpu",
-        progress_bar=False, callbacks=[Report(send if where == "step" else None, started)], **options,
+        torch.nn.Linear(4, 1), loss_fn=torch.nn.functional.mse_loss, epochs=1, gradient_accumulation_steps=8,
+        eval_steps=1, save_steps=100, save_dir=Path(folder, "run"), device="cpu", progress_bar=False,
+        callbacks=[Report(send if where == "step" else None, started)], **options,
     )  # fmt: skip
     trainer.train(resume_from="auto")
     return sorted(path.name for path in Path(folder, "run").glob("checkpoint-*"))
@@ -135,7 +120,6 @@ CASES = [
 
 
 def ended(outcome: Outcome) -> tuple[int, int]:
-    """Return the step that a run has ended at, and the number of its evaluations."""
     words = re.findall(r"^ended (\d+) \w+ (\d+)$", outcome.output, re.MULTILINE)
     assert len(words) == 1, outcome.output
     return int(words[0][0]), int(words[0][1])
@@ -210,30 +194,20 @@ next(unfinished)
 
 @pytest.mark.slow
 def test_workers_neither_delay_nor_disturb_the_exit() -> None:
-    """A worker that is stuck, and those of an epoch that is left."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = programs.run(sys.executable, "-W", "ignore", "-c", STUCK, env=environment)  # warns of few cores
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_exit_of_a_forked_process_keeps_its_parents_workers() -> None:
-    batches = make_loader(Stream(torch.arange(40)), 1, name="data", num_workers=1).batches(0)
-    first = int(next(batches))
-    child = os.fork()
-    if not child:
-        workers._stop_all_workers()
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert [first, *map(int, batches)] == list(range(40))
-
-
-def test_garbage_in_forked_process_keeps_workers_of_parent() -> None:
-    """Garbage that the parent has not collected yet is in the new process too, whose first act may be to collect it."""
-    loaders = [DataLoader(torch.arange(8), num_workers=1) for _ in range(2)]
-    iterators = [workers.start_workers(loaders[0], str), iter(loaders[1])]
-    workers.watch_workers(iterators[1], str)
-    for iterator in iterators:
-        assert programs.exit_code(programs.fork(iterator.__del__)) == 0
+def test_forked_process_keeps_workers_of_its_parent() -> None:
+    """When it exits, and when it collects garbage that the parent has not collected yet."""
+    loaders = [DataLoader(torch.arange(8), num_workers=1) for _ in range(3)]
+    iterators = [workers.start_workers(loaders[0], str), workers.start_workers(loaders[1], str), iter(loaders[2])]
+    workers.watch_workers(iterators[2], str)
+    for iterator, act in zip(
+        iterators, (workers._stop_all_workers, *(it.__del__ for it in iterators[1:])), strict=True
+    ):
+        assert programs.exit_code(programs.fork(act)) == 0
         assert not iterator._workers_done_event.is_set() and len(list(iterator)) == 8
 
 
@@ -245,17 +219,13 @@ class Programs(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         program = subprocess.Popen(["sleep", "1000"])
-        number = (signal.SIGTERM, signal.SIGINT)[index]
-        program.send_signal(number)
+        program.send_signal((signal.SIGTERM, signal.SIGINT)[index])
         return torch.tensor(program.wait(programs.LIMIT))
 
 
 def test_programs_of_a_dataset_receive_signals() -> None:
-    loader = make_loader(Programs(), 1, name="data", num_workers=1)
-    try:
+    with contextlib.closing(make_loader(Programs(), 1, name="data", num_workers=1)) as loader:
         assert [int(batch) for batch in loader.batches(0)] == [-signal.SIGTERM, -signal.SIGINT]
-    finally:
-        loader.close()
 
 
 class Deadly(Dataset[Any]):
@@ -277,14 +247,10 @@ ENDS = {
     "exit code 3": lambda: os._exit(3), "exit code 0": lambda: os._exit(0),
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
 }  # fmt: skip
+
 PLACES = {
-    "training": lambda data: {"train_dataset": data, "batch_size": 4, "num_workers": 1},
-    "evaluation": lambda data: {
-        "train_dataset": [data[0]] * 4,
-        "eval_dataset": data,
-        "batch_size": 4,
-        "num_workers": 1,
-    },
+    "training": lambda data: {"train_dataset": data, "shuffle": False, "batch_size": 4, "num_workers": 1},
+    "evaluation": lambda data: {**PLACES["training"]([data[0]] * 4), "eval_dataset": data},
     "stream": lambda data: {"train_dataset": Stream(data), "batch_size": 4, "num_workers": 1},
     "own loader": lambda data: {"train_loader": DataLoader(data, 4, num_workers=1)},
 }
@@ -293,7 +259,7 @@ DEATHS = [*(("exit code 3", place) for place in PLACES), *((end, "training") for
 
 @pytest.mark.parametrize(("end", "place"), slow_but(DEATHS, *DEATHS[:4]))
 def test_dead_worker_is_a_data_error(end: str, place: str) -> None:
-    options = PLACES[place](Deadly(ENDS[end])) | ({"shuffle": False} if place in ("training", "evaluation") else {})
+    options = PLACES[place](Deadly(ENDS[end]))
     trainer = Trainer(
         torch.nn.Linear(4, 1), loss_fn=torch.nn.functional.mse_loss, epochs=1, device="cpu", progress_bar=False,
         sanity=False, **options,
@@ -306,34 +272,30 @@ def test_dead_worker_is_a_data_error(end: str, place: str) -> None:
         assert re.search(r"(4, 5, 6, 7|8, 9, 10, 11)\b.* of the", str(caught.value))
 
 
+EXITED = RuntimeError("DataLoader worker (pid 1) exited unexpectedly with exit code 3. Details are lost.")
+
+
 def test_death_of_worker_during_its_explanation_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And before it: torch's handler raises while the error is looked at that reading from the dead worker raised."""
     getsignal, calls = signal.getsignal, itertools.count()
 
     def interrupted(number: int) -> Any:
         if number == signal.SIGCHLD and next(calls) == 0:
-            raise RuntimeError("DataLoader worker (pid 1) exited unexpectedly")
+            raise EXITED
         return getsignal(number)
 
     monkeypatch.setattr(signal, "getsignal", interrupted)
     test_dead_worker_is_a_data_error("exit code 3", "training")
     assert next(calls) > 1
-
-
-def test_death_of_worker_before_its_explanation_is_a_data_error() -> None:
-    """Torch's handler raises while the error is looked at that reading from the dead worker has raised."""
-
-    class Broken(OSError):
-        def __str__(self) -> str:
-            raise RuntimeError("DataLoader worker (pid 1) exited unexpectedly with exit code 3. Details are lost.")
-
-    assert workers.worker_death(Broken()) is None  # no worker of this process has that number
+    broken = type("Broken", (OSError,), {"__str__": mock.Mock(side_effect=EXITED)})
+    assert workers.worker_death(broken()) is None  # no worker of this process has that number
 
 
 def test_death_of_worker_in_exit_of_no_grad_leaves_gradients_on() -> None:
     @workers.report_dead_workers()
     def evaluate() -> None:
         torch.set_grad_enabled(False)  # as torch's handler of SIGCHLD leaves it
-        raise RuntimeError("DataLoader worker (pid 1) exited unexpectedly")
+        raise EXITED
 
     with pytest.raises(RuntimeError, match="exited"):
         evaluate()

@@ -1,7 +1,5 @@
 """A script that trains in a moment, with the fault that its first argument names, in the folder of its second."""
 
-from __future__ import annotations
-
 import random
 import sys
 import time
@@ -11,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from omnitrain import AccelerateTrainer, Callback, Trainer
+from omnitrain import AccelerateTrainer, Callback, Collator, Trainer
 
 
 class Halving(Callback):
@@ -41,7 +39,7 @@ class Noise:
         self.generator = torch.Generator().manual_seed(1)
 
     def __call__(self, samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        inputs, targets = map(torch.stack, zip(*samples, strict=True))
+        inputs, targets = Collator()(samples)
         return inputs + 0.1 * torch.randn(inputs.shape, generator=self.generator), targets
 
 
@@ -50,7 +48,7 @@ chance = random.Random(3)
 
 def scale(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return a batch that depends on a generator of the module."""
-    inputs, targets = map(torch.stack, zip(*samples, strict=True))
+    inputs, targets = Collator()(samples)
     return inputs * chance.uniform(0.9, 1.1), targets
 
 
@@ -69,7 +67,8 @@ def main(fault: str, folder: str) -> None:
         torch.manual_seed(0)
     inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 1))
+    layers = [] if fault == "stateless" else [nn.BatchNorm1d(8), nn.Dropout(0.1)]
+    model = nn.Sequential(nn.Linear(4, 8), *layers, nn.ReLU(), nn.Linear(8, 1))
     options: dict[str, Any] = {
         "loss_fn": nn.functional.mse_loss, "epochs": 5, "batch_size": 8, "learning_rate": 1e-2, "save_steps": 3,
         "save_dir": f"{folder}/run", "lr_scheduler": "cosine", "progress_bar": False,
@@ -103,6 +102,8 @@ def main(fault: str, folder: str) -> None:
         return
     trainer = Trainer(model, data, data, eval_steps=4, device="cpu", **options)
     trainer.train()
+    if fault == "stateless":
+        raise SystemExit("what comes after the steps is not run")
     if fault == "several runs":
         options["save_dir"] = f"{folder}/other"
         Trainer(model, data, device="cpu", **options).train(resume_from="auto")

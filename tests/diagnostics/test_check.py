@@ -1,7 +1,5 @@
 """Checks before a run: they leave no trace, and find planted faults."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
@@ -16,9 +14,9 @@ import retentive
 import torch
 import torch.nn.functional as F
 from counting import Streamed
-from diagnostics.faults import ChannelNorm
+from diagnostics.faults import ChannelNorm, Pooled, Sentences
 from marks import TRAINERS
-from recipes import Trace, fit, rows, same, t16, trainer_on_cpu, weights
+from recipes import Composed, Trace, fit, rows, same, t16, trainer_on_cpu, weights
 from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
@@ -48,8 +46,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
         "plain": (model.passes, list(model.seen), float(model.state), data.count),
         "generators": [generator.get_state().tolist() for generator in generators],
         "optimizer": copy.deepcopy(trainer.optimizer.state_dict()),
-        "progress": copy.copy(trainer.progress),
-        "mean": copy.copy(trainer.loss_mean),
+        "rest": (copy.copy(trainer.progress), copy.copy(trainer.loss_mean)),
     }
 
 
@@ -94,38 +91,9 @@ def images(size: int = 40, seed: int = 0) -> TensorDataset:
 
 
 def spoilt(column: int, place: Any, value: float) -> TensorDataset:
-    """Return images of which some entries or labels have another value."""
     data = images()
     data.tensors[column][place] = value
     return data
-
-
-class Sequences(Dataset[Any]):
-    """Tokens of 3 to 9 entries, which are padded with 0."""
-
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> Any:
-        generator = torch.Generator().manual_seed(index)
-        tokens = torch.randint(1, 20, (3 + index % 7,), generator=generator)
-        return {"input_ids": tokens, "labels": int(tokens[0]) % 3}
-
-
-class Pooled(nn.Module):
-    """The mean of embeddings, of the padding too unless a mask is used."""
-
-    def __init__(self, masks: bool, scale: float = 1.0) -> None:
-        super().__init__()
-        self.embed, self.head, self.masks = nn.Embedding(20, 8), nn.Linear(8, 3), masks
-        self.head.weight.data.mul_(scale)  # a small one gives all samples almost the same scores
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        hidden = self.embed(input_ids)
-        if attention_mask is None or not self.masks:
-            return self.head(hidden.mean(1))
-        mask = attention_mask[..., None]
-        return self.head((hidden * mask).sum(1) / mask.sum(1))
 
 
 class Augmented(Dataset[Any]):
@@ -156,7 +124,7 @@ class Tagged(nn.Module):
 
 
 def unlabelled() -> list[Any]:
-    return [{"input_ids": sample["input_ids"]} for sample in map(Sequences().__getitem__, range(32))]
+    return [{"input_ids": sample["input_ids"]} for sample in Sentences()]
 
 
 def pad(samples: list[Any], label: int) -> dict[str, torch.Tensor]:
@@ -167,51 +135,41 @@ def pad(samples: list[Any], label: int) -> dict[str, torch.Tensor]:
 
 
 def pack(samples: list[Any]) -> dict[str, torch.Tensor]:
-    """Return all tokens in one row."""
     tokens = torch.cat([sample["input_ids"] for sample in samples])[None]
     return {"input_ids": tokens, "labels": tokens}
 
 
-class Attending(nn.Module):
-    """Attention that takes the samples for the sequence, unless batch_first says otherwise."""
+def attending(batch_first: bool) -> nn.Module:
+    """Return attention that takes the samples for the sequence, unless `batch_first` says otherwise."""
 
-    def __init__(self, batch_first: bool) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=batch_first)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def attend(model: Any, x: torch.Tensor) -> torch.Tensor:
         x = x[:, None].expand(-1, 5, -1)
-        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+        return model.head(model.attention(x, x, x, need_weights=False)[0].mean(1))
+
+    attention = nn.MultiheadAttention(6, 2, batch_first=batch_first)
+    return Composed(attend, attention=attention, head=nn.Linear(6, 3))
 
 
-class Forgetful(nn.Module):
-    """Has a layer that nothing uses, and one that is cut off."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.unused, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.first(x).detach())
+def forgetful() -> nn.Module:
+    layers = {"first": nn.Linear(6, 6), "unused": nn.Linear(6, 6), "head": nn.Linear(6, 3)}
+    return Composed(lambda model, x: model.head(model.first(x).detach()), **layers)
 
 
-class Dead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.activation, self.head = nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)
-        nn.init.constant_(self.first.bias, -1e3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.activation(self.first(x)))
+def adapted() -> nn.Module:
+    """Return a frozen layer with a low-rank adapter whose second matrix begins at 0."""
+    layers = {"base": nn.Linear(6, 3).requires_grad_(False), "down": nn.Linear(6, 2), "up": nn.Linear(2, 3, bias=False)}
+    nn.init.zeros_(layers["up"].weight)
+    return Composed(lambda model, x: model.base(x) + model.up(model.down(x)), **layers)
 
 
-def classifier(outputs: int = 3) -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, outputs))
+def classifier(outputs: int = 3, bias: float | None = None) -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, outputs))
+    if bias is not None:
+        nn.init.constant_(model[0].bias, bias)
+    return model
 
 
 def with_targets(targets: torch.Tensor | None = None) -> TensorDataset:
-    """Return images with these numbers, or with their sums."""
     x = images().tensors[0]
     return TensorDataset(x, x.sum(1) if targets is None else targets)
 
@@ -248,17 +206,17 @@ PLANTED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, A
         lambda: Tagged(ChannelNorm(8)), unlabelled, {"data_collator": pack, "loss_fn": None}, "note", "mixing",
         "ChannelNorm 'norm'",
     ),
-    "unused layer": (Forgetful, images, {}, "warning", "gradients", "unused.weight"),
-    "detached layer": (Forgetful, images, {}, "warning", "gradients", "first.weight"),
-    "dead layer": (Dead, images, {}, "warning", "layers", "ReLU 'activation'"),
-    "attention over samples": (lambda: Attending(False), images, {}, "warning", "mixing", "MultiheadAttention"),
+    "unused layer": (forgetful, images, {}, "warning", "gradients", "unused.weight"),
+    "detached layer": (forgetful, images, {}, "warning", "gradients", "first.weight"),
+    "dead layer": (lambda: classifier(bias=-1e3), images, {}, "warning", "layers", "ReLU '1'"),
+    "attention over samples": (lambda: attending(False), images, {}, "warning", "mixing", "MultiheadAttention"),
     "batch norm": (lambda: nn.Sequential(nn.BatchNorm1d(6), classifier()), images, {}, "note", "mixing", "'0'"),
     "batch norm without statistics": (
         lambda: nn.Sequential(nn.BatchNorm1d(6, track_running_stats=False), classifier()), images, {}, "warning",
         "mixing", "BatchNorm1d '0'",
     ),
-    "padding": (lambda: Pooled(False), Sequences, {}, "warning", "padding", TRAINING),
-    "padding, small head": (lambda: Pooled(False, 1e-3), Sequences, {}, "warning", "padding", TRAINING),
+    "padding": (lambda: Pooled(False), Sentences, {}, "warning", "padding", TRAINING),
+    "padding, small head": (lambda: Pooled(False, 1e-3), Sentences, {}, "warning", "padding", TRAINING),
     "broadcast": (lambda: classifier(1), with_targets, {"loss_fn": MSE}, "error", "shapes", "`loss_fn`"),
     "large rate": (classifier, images, {"learning_rate": 5.0}, "warning", "rate", "`learning_rate`"),
     "tiny rate": (classifier, images, {"learning_rate": 1e-9}, "warning", "rate", "`learning_rate`"),
@@ -283,26 +241,13 @@ def test_check_finds_planted_fault(fault: str) -> None:
     assert result.ok is (severity == "note") and matches[0].remedy
 
 
-class Adapted(nn.Module):
-    """A frozen layer with a low-rank adapter whose second matrix begins at 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.down, self.up = nn.Linear(6, 3), nn.Linear(6, 2, bias=False), nn.Linear(2, 3, bias=False)
-        self.base.requires_grad_(False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
 FAULTLESS: dict[str, Callable[[], Any]] = {
     "classifier": lambda: checked(classifier(), images(), eval_dataset=images(8, seed=1)),
-    "adapter": lambda: checked(Adapted(), images()),
+    "adapter": lambda: checked(adapted(), images()),
     "frozen": lambda: checked(classifier(), images(), freeze=["^0"]),
-    "attention": lambda: checked(Attending(True), images()),
-    "masked padding": lambda: checked(Pooled(True), Sequences()),
-    "masked padding, small head": lambda: checked(Pooled(True, 1e-3), Sequences(), learning_rate=1e-6),
+    "attention": lambda: checked(attending(True), images()),
+    "masked padding": lambda: checked(Pooled(True), Sentences()),
+    "masked padding, small head": lambda: checked(Pooled(True, 1e-3), Sentences(), learning_rate=1e-6),
     "padding without labels": lambda: checked(
         Tagged(), unlabelled(), data_collator=partial(pad, label=-100), loss_fn=None
     ),
@@ -312,25 +257,19 @@ FAULTLESS: dict[str, Callable[[], Any]] = {
     "named sets": lambda: checked(classifier(), images(), eval_dataset={"a": images(8, 1), "b": EvalSet(images(8, 2))}),
     "embeddings": lambda: checked(classifier(), with_targets(torch.arange(40)), loss_fn=contrastive_loss),
     "rows of one": lambda: checked(classifier(), images(), batch_size=1),
-    "tasks in turn": lambda: checked(RowHeads(), Tasks(), loss_fn=None, shuffle=False),
-    "tasks of a stream": lambda: checked(RowHeads(), Streamed(Tasks()), loss_fn=None, max_steps=4, epochs=None),
-    "tasks with other classes": lambda: checked(BatchHeads(), Tasks(), shuffle=False),
+    "tasks in turn": lambda: checked(RowHeads(), tasks(), loss_fn=None, shuffle=False),
+    "tasks of a stream": lambda: checked(RowHeads(), Streamed(tasks()), loss_fn=None, max_steps=4, epochs=None),
+    "tasks with other classes": lambda: checked(BatchHeads(), tasks(), shuffle=False),
     "rare task": lambda: checked(
         model := TaskHeads(), RARE, loss_fn=None, unit=MultiTaskUnit(model, {"a": CE, "b": MSE})
     ),
 }
 
 
-class Tasks(Dataset[Any]):
-    """Samples of one task with 3 classes, then those of another with 5."""
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> Any:
-        x = torch.randn(6, generator=torch.Generator().manual_seed(index))
-        task = int(index >= 24)
-        return {"x": x, "task": task, "labels": index % (5 if task else 3)}
+def tasks() -> list[Any]:
+    """Return samples of one task with 3 classes, then those of another with 5."""
+    x = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+    return [{"x": x[i], "task": int(i >= 24), "labels": i % (5 if i >= 24 else 3)} for i in range(40)]
 
 
 class RowHeads(nn.Module):
@@ -386,7 +325,7 @@ def test_check_reads_sorted_data_in_random_order(monkeypatch: pytest.MonkeyPatch
 
 
 def test_check_result_is_json_and_html() -> None:
-    result = checked(Forgetful(), images())
+    result = checked(forgetful(), images())
     content = json.loads(json.dumps(result.to_json()))
     assert content["ok"] is False and content["findings"][0]["where"].startswith("first.weight")
     assert "<table>" in result._repr_html_() and "warning: gradients, first.weight" in str(result)
@@ -412,27 +351,21 @@ def test_check_reads_data_of_a_custom_loop() -> None:
     assert result.outcomes["loss"] == "not tried: its own `_train_epoch` computes the loss"
 
 
-class Broken(Dataset[Any]):
+class Broken(list[Any]):
     """Samples of one class, of which the second half cannot be read, or none."""
 
-    def __init__(self, first: int) -> None:
-        self.first = first
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> Any:
-        if index >= self.first:
+    def __getitem__(self, index: Any) -> Any:
+        if (sample := super().__getitem__(index)) is None:
             raise OSError("disk on fire")
-        return torch.randn(6, generator=torch.Generator().manual_seed(index)), 0
+        return sample
 
 
-@pytest.mark.parametrize("first", [0, 30])
-def test_check_survives_failing_data(first: int) -> None:
-    """A sample that fails is reported with what the samples before it have."""
-    result = checked(classifier(), Broken(first), shuffle=False)
+@pytest.mark.parametrize("count", [0, 30])
+def test_check_survives_failing_data(count: int) -> None:
+    data = Broken([(x, 0) for x, _ in images(count)] + [None] * 10)
+    result = checked(classifier(), data, shuffle=False)
     severities = {entry.severity for entry in result.findings if entry.check == "labels"}
-    assert not result.ok and "disk on fire" in str(result) and ("warning" in severities) == (first > 0)
+    assert not result.ok and "disk on fire" in str(result) and ("warning" in severities) == (count > 0)
 
 
 def test_unchanged_attributes_restores_nested_containers() -> None:

@@ -1,7 +1,5 @@
 """Drills of scripts with planted faults: what differs is found, and what is to blame for it."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -208,7 +206,6 @@ def test_drill_supplies_what_a_script_lacks(fault: str, note: str, tmp_path: Pat
 
 
 def test_drill_that_resumes_nothing_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed before the first checkpoint, so that the run starts afresh."""
     place = {"run": "run-1", "step": 1, "phase": "step", "signal": "kill", "number": 0, "ranks": None}
     monkeypatch.setattr(drills, "plan_interruptions", lambda *_: [place])
     with pytest.raises(ConfigError, match="Nothing was resumed"):
@@ -216,7 +213,6 @@ def test_drill_that_resumes_nothing_proves_nothing(tmp_path: Path, monkeypatch: 
 
 
 def test_drill_that_cannot_run_is_not_tried(tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a full disk, and of a script that fails at times."""
 
     def fail_second(self: Script, folder: Path, values: Any, *, name: str = "output", **options: Any) -> Outcome:
         if name == "start-1":
@@ -273,7 +269,6 @@ def test_drill_rejects_wrong_options(kills: int, signals: list[str], tmp_path: P
 
 
 def test_drill_result_is_json() -> None:
-    """As those of the other commands: JSON types, and an exit code."""
     result = Drill(Script("train.py"), [], ["a note"], {"weights": False}, "since step 4", is_deterministic=False)
     content = json.loads(json.dumps(result.to_json()))
     assert content == result.to_json() and (content["ok"], content["code"], result.code) == (False, 2, 2)

@@ -1,7 +1,5 @@
 """`omnitrain parity`: a script's numbers on each backend, what differs, and why."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -19,36 +17,7 @@ from omnitrain.diagnostics import parity
 from omnitrain.diagnostics.parity import Recorder, compare_backends
 from omnitrain.diagnostics.script import Outcome, Script
 
-SCRIPT = """
-import sys, torch
-from torch import nn
-from omnitrain import Trainer
-
-kind = sys.argv[1] if len(sys.argv) > 1 else ""
-if kind != "unseeded":
-    torch.manual_seed(0)
-if kind == "fails":
-    raise RuntimeError("no data today")
-layers = [nn.BatchNorm1d(8)] if kind == "statistics" else []
-model = nn.Sequential(nn.Linear(4, 8), *layers, nn.ReLU(), nn.Linear(8, 1))
-x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
-options = {"batch_size": 8, "loss_fn": nn.functional.mse_loss, "device": "cpu", "progress_bar": False}
-if kind != "plain":
-    Trainer(model, (x, x.sum(1, keepdim=True)), **options).train()
-    raise SystemExit("what comes after the steps is not run")
-"""
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return str(path)
-
-
-# --- with records that no process has written
-
-
+PLANTED = str(Path(__file__).with_name("planted.py"))
 STATISTICS = {"text": "BatchNorm1d 'bn' sees the batch", "effect": 0.02, "modules": ["bn"]}
 COMPARES = {"text": "the loss (rank_loss) compares the samples of a batch", "effect": 0.02, "modules": []}
 
@@ -63,7 +32,7 @@ def record(losses: list[float], weight: float = 1.0, **content: Any) -> parity._
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, script: str) -> Any:
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Compare a script whose runs have these records by title; the others have that of the script as it is."""
 
     def compare(records: dict[str, Any], ignores_changes: bool = False, **options: Any) -> parity.Parity:
@@ -72,7 +41,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, script: str) -> Any:
         def find(self: Any, way: Any, probes: bool = False, frozen: Any = ()) -> Any:
             title, overrides = way.title, way.overrides
             calls[title] = overrides, (way.processes, way.options), frozen
-            output = Path(script).with_name("output.log")
+            output = tmp_path / "output.log"
             output.write_text("Traceback\nomnitrain.core.errors.DataError: It cannot be split.\nWhere: step 1\n")
             run, base = records.get(title, records["as it is"]), records["as it is"]
             if run is not None and not ignores_changes:
@@ -82,7 +51,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, script: str) -> Any:
             return run, Outcome(1, 0.0, output)
 
         monkeypatch.setattr(parity._Comparison, "_record", find)
-        return compare_backends(Script(script), **options)
+        return compare_backends(Script(PLANTED), **options)
 
     return compare
 
@@ -127,21 +96,19 @@ def test_difference_beyond_its_reason_is_unexpected(
     assert result.runs[1].remaining == remaining and ("ddp x 2 without" in fake.calls) == (remaining != "not run")
 
 
-def test_deterministic_kernels_are_supplied_on_a_gpu(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Two runs of the script differ without them."""
+def test_deterministic_kernels_are_supplied_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([3.0, 3.1, 3.0, 3.0, 3.0])
 
     def find(self: Any, way: Any, probes: bool = False, frozen: Any = ()) -> Any:
         trainer = way.overrides.get("trainer", "Trainer")
-        return record([next(losses)], device="cuda:0", trainer=trainer), Outcome(0, 0.0, Path(script))
+        return record([next(losses)], device="cuda:0", trainer=trainer), Outcome(0, 0.0, Path(PLANTED))
 
     monkeypatch.setattr(parity._Comparison, "_record", find)
-    result = compare_backends(Script(script), backends=["accelerate"])
+    result = compare_backends(Script(PLANTED), backends=["accelerate"])
     assert result.code == 0 and result.is_deterministic_supplied and "deterministic=True" in str(result)
 
 
 def test_reason_that_stays_is_tried_by_the_same_split(fake: Any) -> None:
-    """A loss that compares samples has the same batches on one process in the same split."""
     base = record([3.0], reasons=[COMPARES])
     for reference, code, remaining in ((3.1, 0, "bits"), (3.0, 1, "different")):
         records = {"as it is": base, "ddp x 2": record([3.1]), "reference 8": record([reference])}
@@ -160,7 +127,6 @@ def test_reason_that_cannot_be_tried_proves_nothing(fake: Any) -> None:
 
 
 def test_reason_of_splits_excuses_no_backend(fake: Any) -> None:
-    """What depends on the split of a step is the same where the split is the same."""
     base = record([3.0], reasons=[STATISTICS])
     result = fake({"as it is": base, "hf": record([3.1]), "1 x 16": record([3.1])}, backends=["hf", "split"])
     assert [run.ok for run in result.runs] == [True, False, False, True]
@@ -219,12 +185,9 @@ def test_result_is_strict_json_and_a_figure(fake: Any, value: float, tmp_path: P
 @pytest.mark.parametrize(("options", "message"), [
     ({"steps": 0}, "`--steps 0` must be"), ({"backends": ["tpu"]}, "`--on` must be one of 'native', "),
 ])  # fmt: skip
-def test_wrong_arguments_are_rejected(options: dict[str, Any], message: str, script: str) -> None:
+def test_wrong_arguments_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        compare_backends(Script(script), **options)
-
-
-# --- the recorder
+        compare_backends(Script(PLANTED), **options)
 
 
 def test_recorder_ends_the_process_after_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,37 +202,35 @@ def test_recorder_ends_the_process_after_its_steps(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "record/weights.safetensors").stat().st_size
 
 
-# --- real processes
-
-
 @pytest.mark.slow
 @pytest.mark.processes
-def test_parity_names_the_module_that_differs(script: str, command: Any) -> None:
+def test_parity_names_the_module_that_differs(command: Any, tmp_path: Path) -> None:
     """One sample has no statistics, so that one of the splits cannot run."""
-    code, out, _ = command("parity", "--steps", "4", "--on", "hf,ddp,split", "--json", script, "statistics")
+    words = "parity --steps 4 --on hf,ddp,split --json"
+    code, out, _ = command(*words.split(), PLANTED, "", tmp_path)
     result = json.loads(out)
     sizes = {run["name"]: run["size"] for run in result["runs"]}
     assert sizes == {"again": "bits", "hf": "bits", "ddp x 2": "different", "1 x 8": "bits", "8 x 1": "not run"}
-    assert code == 2 and result["reasons"] == ["BatchNorm1d '1' sees the batch"] and result["ok"]
+    assert code == 2 and result["reasons"][0] == "BatchNorm1d '1' sees the batch" and result["ok"]
     assert {run["name"]: run["remaining"] for run in result["runs"]}["ddp x 2"] in ("bits", "rounding")
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_parity_holds_on_every_backend(script: str, command: Any, tmp_path: Path) -> None:
+def test_parity_holds_on_every_backend(command: Any, tmp_path: Path) -> None:
     picture = tmp_path / "parity.png"
-    code, output, _ = command("parity", "--steps", "4", "--timeout", "300", "--picture", picture, script)
-    assert code == 0 and "different" not in output and "not run" not in output and picture.exists()
-    assert not (tmp_path / "runs").exists()
+    words = f"parity --steps 4 --timeout 300 --picture {picture}"
+    code, out, _ = command(*words.split(), PLANTED, "stateless", tmp_path)
+    assert code == 0 and "different" not in out and "not run" not in out and list(tmp_path.iterdir()) == [picture]
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize(("kind", "message"), [
+@pytest.mark.parametrize(("fault", "message"), [
     ("unseeded", "is not deterministic: run twice unchanged"),
-    ("fails", "failed with exit code 1 by itself: RuntimeError: no data today"),
-    ("plain", "ended without a step of a trainer of omnitrain"),
+    ("raises", "failed with exit code 1 by itself: RuntimeError: broken by itself"),
+    ("trains nothing", "ended without a step of a trainer of omnitrain"),
 ])  # fmt: skip
-def test_script_that_cannot_be_tried(kind: str, message: str, script: str, command: Any) -> None:
-    code, _, error = command("parity", "--steps", "2", "--on", "split", script, kind)
+def test_script_that_cannot_be_tried(fault: str, message: str, command: Any, tmp_path: Path) -> None:
+    code, _, error = command("parity", "--steps", "2", "--on", "split", PLANTED, fault, tmp_path)
     assert code == 2 and message in error

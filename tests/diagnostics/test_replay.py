@@ -1,13 +1,12 @@
 """`omnitrain replay`: one step of a run once more, to the bit, with the loss and the gradient of each sample."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,7 +47,6 @@ def make(folder: Path, **options: Any) -> Any:
 
 
 def replay(run: Path, step: int, **options: Any) -> Any:
-    """Replay a step of a run with a new trainer."""
     return omnitrain.replay(run, step, lambda: make(run, **options))
 
 
@@ -204,3 +202,18 @@ def test_verify_rejects_script_without_trainer(tmp_path: Path) -> None:
     (tmp_path / "none.py").write_text("raise SystemExit('nothing to do')")
     with pytest.raises(ConfigError, match=r"(?s)ended with exit code 1, without .*nothing to do"):
         describe_script([str(tmp_path / "none.py")])
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_replay_and_verify_take_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", programs.launch_environment()["PYTHONPATH"])
+    options = "batch_size: 8, epochs: 2, device: cpu, progress_bar: false, save_dir: run, callbacks: [Trace]"
+    parts = "model: named.Net, train_dataset: named.rows, loss_fn: named.loss"
+    Path("run.yaml").write_text(f"trainer: {{{parts}, {options}}}\n")
+    assert command("train", "run.yaml", "--trust")[0] == 0
+    code, out, error = command("replay", "run", "--step", "5", "--json", "run.yaml", "--trust")
+    assert code == 0 and len(json.loads(out)["same"]) == 7, error
+    code, out, error = command("verify", "run", "--data", "run.yaml", "--trust")
+    assert code == 0 and "has changed" in out, error

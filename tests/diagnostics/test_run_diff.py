@@ -1,7 +1,5 @@
 """`omnitrain diff`: the step at which two runs part, what parted first, and what differs in their records."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -27,7 +25,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def disturb(trainer: Any) -> None:
-    """Change a gradient in step 6."""
     if trainer.progress.step == 5:
         trainer.model[0].weight.grad[0] += 0.1
 

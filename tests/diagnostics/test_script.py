@@ -1,7 +1,5 @@
 """Scripts in processes of their own: overrides, output, time limits and the end of everything that they start."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -58,12 +56,10 @@ def build(**options: Any) -> Trainer:
 
 
 def arguments(folder: Path, **options: Any) -> Any:
-    """Return arguments of transformers for a run on the CPU."""
     return TrainingArguments(str(folder / "own"), use_cpu=True, report_to=[], disable_tqdm=True, **options)
 
 
 def build_hf(args: Any, dtype: torch.dtype = torch.float64) -> Any:
-    """Build what the overrides make of a trainer of transformers."""
     torch.manual_seed(0)
     return omnitrain.HFTrainer(nn.Linear(4, 1, dtype=dtype), args, rows(16, dtype), loss_fn=nn.functional.mse_loss)
 
@@ -102,7 +98,6 @@ def test_overrides_resume_and_change_arguments(override: Any) -> None:
 
 
 def test_overrides_separate_calls_of_train(override: Any) -> None:
-    """Restarted, a program with two calls of `train()` ends with the same weights."""
     ends = []
     for _ in range(2):
         root = override()
@@ -209,7 +204,6 @@ def test_script_ends_with_all_its_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_script_on_two_processes_is_drilled(tmp_path: Path) -> None:
-    """One of the ranks is killed, and both."""
     path = Path(__file__).with_name("planted.py")
     result = drill(Script(str(path), ["two processes", str(tmp_path)], 2), 2, ["kill"], seed=1)
     assert result.ok, str(result)

@@ -1,7 +1,5 @@
 """`omnitrain verify`: damaged files, and data, code, packages and settings that are not those of the run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -117,7 +115,6 @@ def test_verify_compares_samples_and_missing_sets(trained: Path) -> None:
 
 
 def test_verify_of_a_large_set_is_partial(tmp_path: Path) -> None:
-    """A digest is kept of some samples only, so nothing is said of the others."""
     small_trainer(data=rows(200), save_dir=tmp_path).train()
     result = verify_run(tmp_path, lambda: small_trainer(data=rows(200)))
     assert result.ok and " of 200 samples compared)" in str(result)

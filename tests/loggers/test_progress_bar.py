@@ -34,7 +34,6 @@ def make_trainer(total: int = 60, step: int = 0, **changes: Any) -> Any:
 
 
 def start(trainer: Any, stream: Any = None, enabled: bool | None = None, **options: Any) -> ProgressBar:
-    """Return a progress bar at the start of a run."""
     bar = ProgressBar(enabled, stream, **options)
     bar.on_train_start(trainer)
     return bar
@@ -58,7 +57,6 @@ def run_steps(bar: ProgressBar, trainer: Any, steps: int, log_steps: int = 10, e
 
 
 def run(stream: Any, steps: int = 0, trainer: Any = None, logs: Any = (), enabled: Any = None, **options: Any) -> None:
-    """Run from start to end: `steps` with logs of their own, then the rows `logs`."""
     trainer = trainer or make_trainer()
     bar = start(trainer, stream, enabled)
     run_steps(bar, trainer, steps, **options)
@@ -80,7 +78,6 @@ class Terminal:
         os.set_blocking(self.master, False)
 
     def text(self) -> str:
-        """Return what was written since the last call."""
         self.stream.flush()
         chunks = []
         with contextlib.suppress(OSError):
@@ -107,9 +104,6 @@ def clock(monkeypatch):
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(progress_bar, "perf_counter", lambda: clock.now)
     return clock
-
-
-# --- plain lines
 
 
 def test_plain_lines_are_one_per_log_and_evaluation(monkeypatch, capsys):
@@ -140,7 +134,6 @@ def test_plain_lines_come_by_the_clock(every, steps, clock):
 
 
 def test_plain_lines_are_written_when_a_step_ends():
-    """They are there before the run ends or fails, and only once."""
     stream, trainer = io.StringIO(), make_trainer()
     bar = start(trainer, stream)
     run_steps(bar, trainer, 10)
@@ -166,7 +159,6 @@ def test_plain_lines_show_values(logs, shown):
     "settings", [{}, {"patience": 3}, {"early_stopper": print}, {"callbacks": [EarlyStopping(patience=2)]}], ids=str
 )
 def test_time_left_is_by_the_pace_since_the_resume(clock, settings):
-    """It is a bound with early stopping."""
     stream, trainer = io.StringIO(), make_trainer(total=100, step=50)
     trainer.settings = dataclasses.replace(trainer.settings, **settings)
     bar = start(trainer, stream, every=10)
@@ -218,9 +210,6 @@ def test_closed_output_does_not_end_the_run(enabled, clock):
         assert len(writes) == count > 0
     with pytest.raises(BrokenPipeError):
         pipe.close()
-
-
-# --- the bar
 
 
 def test_bar_shows_the_run_and_has_evaluations_as_lines_above(terminal):

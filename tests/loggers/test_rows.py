@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fake_runs
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from fake_runs import fake_trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from resuming import Killed
 
 from omnitrain import CsvLogger, Histogram, JsonlLogger
 from omnitrain.core.progress import Progress
@@ -21,10 +23,9 @@ LOGGERS: dict[str, Any] = {"csv": CsvLogger, "jsonl": JsonlLogger}
 WEIGHTS = Histogram(edges=[0, 2, 4], counts=[1, 1], low=1.0, high=3.0, total=4.0, squares=10.0)
 
 
-start, run_to, train = (
-    functools.partial(function, log_steps=2, eval_steps=10)
-    for function in (fake_runs.start, fake_runs.run_to, fake_runs.train)
-)
+start, run_to, train = (functools.partial(function, log_steps=2, eval_steps=10) for function in (
+    fake_runs.start, fake_runs.run_to, fake_runs.train,
+))  # fmt: skip
 
 
 def path_in(folder: Path) -> Path:
@@ -56,15 +57,12 @@ def logger_class(request: pytest.FixtureRequest) -> Any:
 
 
 def test_rows_are_one_per_log_and_evaluation(logger_class, tmp_path):
-    """Each is on the disk as soon as it is written."""
     trainer = fake_trainer(tmp_path)
     logger = start(logger_class(), trainer, 2)
     assert read(tmp_path) == [{"kind": "train", "step": 2, "epoch": 0.2, "loss": 0.5}]
     run_to(logger, trainer, 12)
     logger.on_train_end(trainer)
-    assert [(row["kind"], row["step"]) for row in read(tmp_path)] == [
-        *(("train", step) for step in (2, 4, 6, 8, 10)), ("eval", 10), ("train", 12)
-    ]  # fmt: skip
+    assert steps(tmp_path) == [2, 4, 6, 8, 10, 12]
     assert read(tmp_path)[5] == {"kind": "eval", "step": 10, "epoch": 1, "eval_loss": 0.2, "eval_f1": 0.5}
 
 
@@ -81,7 +79,6 @@ def test_csv_columns_are_added_in_the_order_of_descriptors(tmp_path):
 
 
 def test_values_that_are_not_finite(logger_class, tmp_path):
-    """They become null in JSON, and are read by pandas from CSV."""
     trainer = fake_trainer(tmp_path)
     logger = start(logger_class(), trainer)
     for step, loss in ((1, np.float32(0.5)), (2, math.nan), (3, math.inf)):
@@ -104,10 +101,16 @@ def test_other_ranks_and_runs_without_folder_write_nothing(logger_class, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_fresh_run_empties_the_file(logger_class, tmp_path):
+def test_fresh_run_empties_the_file(logger_class, tmp_path, caplog):
+    """And starts it again when it is deleted in the run."""
     train(logger_class(), fake_trainer(tmp_path), 20)
-    train(logger_class(), fake_trainer(tmp_path), 6)
+    trainer = fake_trainer(tmp_path)
+    logger = start(logger_class(), trainer, 6)
     assert steps(tmp_path) == [2, 4, 6] and "eval" not in path_in(tmp_path).read_text()
+    path_in(tmp_path).unlink()
+    run_to(logger, trainer, 10)
+    logger.on_train_end(trainer)
+    assert steps(tmp_path) == [8, 10] and caplog.text.count("was deleted during the run") == 1
     train(logger_class("log.txt"), fake_trainer(tmp_path / "named"), 2)
     assert path_in(tmp_path / "named").name == "log.txt"
 
@@ -145,9 +148,7 @@ def test_resumed_run_does_not_repeat_an_evaluation(logger_class, tmp_path):
     train(logger_class(), fake_trainer(tmp_path), 10)
     trainer = fake_trainer(tmp_path, step=10)
     trainer.progress.epoch = 1
-    logger = start(logger_class(), trainer)
-    logger.on_eval_end(trainer, {"eval_loss": 0.2})
-    logger.on_train_end(trainer)
+    start(logger_class(), trainer).on_eval_end(trainer, {"eval_loss": 0.2})
     assert steps(tmp_path, "eval") == [10]
 
 
@@ -181,20 +182,10 @@ def test_reports_are_the_numbers_of_histograms(logger_class, tmp_path):
     logger.on_report(trainer, {"weights": WEIGHTS, "text": "a word"})
     logger.on_report(trainer, {"text": "two"})
     logger.on_train_end(trainer)
-    numbers = {"weights/min": 1.0, "weights/max": 3.0, "weights/mean": 2.0, "weights/std": 1.0}
-    texts = [{"text": "a word"}, {"text": "two"}] if logger_class is JsonlLogger else [{}]
     common = {"kind": "report", "step": 2, "epoch": 0.2}
-    expected = [common | (numbers if number == 0 else {}) | text for number, text in enumerate(texts)]
-    assert read(tmp_path)[1:] == expected
-
-
-def test_file_deleted_in_a_run_is_started_again(logger_class, tmp_path, caplog):
-    trainer = fake_trainer(tmp_path)
-    logger = start(logger_class(), trainer, 4)
-    path_in(tmp_path).unlink()
-    run_to(logger, trainer, 8)
-    logger.on_train_end(trainer)
-    assert steps(tmp_path) == [6, 8] and caplog.text.count("was deleted during the run") == 1
+    first = {**common, "weights/min": 1.0, "weights/max": 3.0, "weights/mean": 2.0, "weights/std": 1.0}
+    lines = [first | {"text": "a word"}, common | {"text": "two"}]
+    assert read(tmp_path)[1:] == (lines if logger_class is JsonlLogger else [first])
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk without space")
@@ -214,9 +205,8 @@ DAMAGE: list[bytes] = [
 
 @pytest.mark.parametrize("place", ["start", "middle", "end", "everywhere"])
 def test_damaged_lines_are_set_aside(logger_class, place, tmp_path, caplog):
-    """A run resumes with what is whole in the file, and the damaged one is kept, which is logged once."""
     train(logger_class(), fake_trainer(tmp_path), last=12)
-    path = path_in(tmp_path)
+    path, copy = path_in(tmp_path), path_in(tmp_path).with_suffix(path_in(tmp_path).suffix + ".damaged")
     lines = path.read_bytes().splitlines()
     number = {"start": 0, "middle": 3, "end": len(lines), "everywhere": 0}[place]
     rest = [] if place == "everywhere" else lines[number:]
@@ -224,48 +214,40 @@ def test_damaged_lines_are_set_aside(logger_class, place, tmp_path, caplog):
     path.write_bytes(damaged)
     for _ in range(2):
         train(logger_class(), fake_trainer(tmp_path, step=10), last=20)
-    assert [path.name for path in tmp_path.glob("*.damaged")] == [f"{path.name}.damaged"]
-    assert path.with_name(f"{path.name}.damaged").read_bytes() == damaged
+    assert set(tmp_path.iterdir()) == {path, copy} and copy.read_bytes() == damaged
     assert caplog.text.count("damaged lines, which are removed") == 1
-    path.with_name(f"{path.name}.damaged").unlink()
-    begin = 12 if place == "everywhere" else 2
-    assert steps(tmp_path) == list(range(begin, 21, 2))
+    copy.unlink()
+    assert steps(tmp_path) == list(range(12 if place == "everywhere" else 2, 21, 2))
 
 
 def test_kill_while_the_file_is_rewritten_leaves_the_old_one(logger_class, tmp_path, monkeypatch):
     """CSV is rewritten for a new column, JSON lines for a step that was repeated."""
     trainer = fake_trainer(tmp_path)
-    logger = start(logger_class(), trainer, 4)
-    path = path_in(tmp_path)
+    logger, path = start(logger_class(), trainer, 4), path_in(tmp_path)
     if logger_class is JsonlLogger:
         with path.open("a") as file:  # so that more than the end is to be cut
             file.write('{"kind": "test", "step": 2, "epoch": 0.2}\n')
     before = path.read_bytes()
-
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("omnitrain.loggers.rows.os.replace", killed)
+    monkeypatch.setattr("omnitrain.loggers.rows.os.replace", mock.Mock(side_effect=Killed))
     rewrite = {
         CsvLogger: lambda: logger.on_eval_end(trainer, {"eval_loss": 0.5}),
         JsonlLogger: lambda: logger_class().on_train_start(fake_trainer(tmp_path, step=2)),
     }[logger_class]
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         rewrite()
     assert path.read_bytes() == before
 
 
-KINDS = st.lists(st.sampled_from(["train", "eval", "test"]), max_size=12)
-
-
 @settings(max_examples=25, deadline=None)
-@given(kinds=KINDS, lost=st.integers(0, 400), until=st.integers(1, 12))
+@given(
+    kinds=st.lists(st.sampled_from(["train", "eval", "test"]), max_size=12), lost=st.integers(0, 400),
+    until=st.integers(1, 12),
+)  # fmt: skip
 def test_resume_keeps_full_rows_up_to_its_step(tmp_path_factory, kinds, lost, until):
     rows = [{"kind": kind, "step": i, "epoch": i / 10, "loss": 1 / (i + 1)} for i, kind in enumerate(kinds)]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    text = text[: max(len(text) - lost, 0)]  # killed anywhere
+    lines = [json.dumps(row) + "\n" for row in rows]
+    text = "".join(lines)[: max(len("".join(lines)) - lost, 0)]  # killed anywhere
     path = tmp_path_factory.mktemp("cut") / "metrics.jsonl"
     path.write_text(text)
     JsonlLogger().on_train_start(fake_trainer(path.parent, step=until))
-    expected = [row for row in rows[: text.count("}")] if row["step"] <= until]
-    assert path.read_text() == "".join(json.dumps(row) + "\n" for row in expected)
+    assert path.read_text() == "".join(lines[: min(text.count("}"), until + 1)])
