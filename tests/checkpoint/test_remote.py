@@ -1,7 +1,6 @@
 """Runs whose `save_dir` is the address of a remote store: uploads, downloads, faults, locks and kills."""
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import logging
@@ -16,12 +15,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import programs
 import pytest
-import torch
 from forging import save_files, spoil
+from fsspec.registry import known_implementations
 from resuming import assert_same, build, comparable, outcome, play, train
 from stores import (
     InMemory,
@@ -55,11 +54,10 @@ ADDRESS: Any = "watched://bucket/run"
 
 @pytest.fixture(autouse=True)
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Watched]]:
-    monkeypatch.setenv("OMNITRAIN_LOCAL_DIR", str(tmp_path / "local"))
+    for name, value in {"OMNITRAIN_LOCAL_DIR": str(tmp_path / "local"), **shelf_of(tmp_path / "shelf")}.items():
+        monkeypatch.setenv(name, value)
     for name, seconds in {"PAUSE_S": 0.01, "LONGEST_PAUSE_S": 0.05, "WATCH_S": 0.2}.items():
         monkeypatch.setattr(uploader, name, seconds)
-    for name, value in shelf_of(tmp_path / "shelf").items():
-        monkeypatch.setenv(name, value)
     with watching() as watched:
         yield watched
 
@@ -70,17 +68,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return comparable(play(tmp_path_factory.mktemp("undisturbed") / "run", **RUN))
 
 
-@dataclasses.dataclass
-class Finished:
+class Finished(NamedTuple):
     """A run on a store that has ended: its trainer, its local folder, and the objects on the store."""
 
     trainer: Any
     folder: Path
     objects: dict[str, bytes]
-
-    def copy_folder(self) -> None:
-        """Put the run's folder on this machine."""
-        shutil.copytree(self.folder, local_folder(ADDRESS), symlinks=True)
 
 
 @pytest.fixture(scope="module")
@@ -94,15 +87,18 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 def finished(finished_run: Finished, store: type[Watched]) -> Finished:
     """A run that has ended, which the store has and this machine has not."""
     for name, data in finished_run.objects.items():
-        InMemory().pipe_file(f"/bucket/run/{name}", data)
+        fill(name, data)
     store.done.clear()
     return finished_run
 
 
 def resolved_name(which: str) -> str:
-    folder = make_store(ADDRESS).resolve(which)
-    assert folder is not None
-    return folder[0].name
+    return make_store(ADDRESS).resolve(which)[0].name  # type: ignore[index]
+
+
+def fill(name: str, data: bytes) -> None:
+    """Put an object into the run on the store."""
+    InMemory().pipe_file(f"/bucket/run/{name}", data)
 
 
 def written(store: type[Watched]) -> list[str]:
@@ -209,8 +205,7 @@ def test_resume_does_not_download_what_is_local(finished: Finished, store: type[
 
 def test_resume_takes_what_is_newer_on_the_store(finished: Finished, caplog: pytest.LogCaptureFixture) -> None:
     """The machine of an earlier part of the run returns with its old folder."""
-    finished.copy_folder()
-    folder = local_folder(ADDRESS)
+    folder = shutil.copytree(finished.folder, local_folder(ADDRESS), symlinks=True)
     for name in ("checkpoint-4", "checkpoint-6"):
         shutil.rmtree(folder / name)
     (folder / "last").unlink()
@@ -258,20 +253,20 @@ def test_download_by_several_threads_at_once(finished: Finished, store: type[Wat
 
 def test_download_verifies_hashes(finished: Finished, caplog: pytest.LogCaptureFixture) -> None:
     """A damaged local folder is replaced by what is on the store."""
-    path = "/bucket/run/checkpoint-6/model.safetensors"
-    data = InMemory().cat_file(path)
-    InMemory().pipe_file(path, data[:-1] + bytes([data[-1] ^ 1]))
+    name = "checkpoint-6/model.safetensors"
+    data = finished.objects[name]
+    fill(name, data[:-1] + bytes([data[-1] ^ 1]))
     assert resolved_name("auto") == "checkpoint-4"
     assert "watched://bucket/run/checkpoint-6" in caplog.text and "does not match its sha256" in caplog.text
     with pytest.raises(CheckpointError, match="does not match its sha256"):
         make_store(ADDRESS).resolve("last")
     assert not list(local_folder(ADDRESS).glob("*.tmp"))
     lose_machine(ADDRESS)
-    finished.copy_folder()
-    del InMemory.store[path]
+    folder = shutil.copytree(finished.folder, local_folder(ADDRESS), symlinks=True)
+    del InMemory.store[f"/bucket/run/{name}"]
     assert resolved_name("last") == resolved_name("best") == "checkpoint-6"  # it is complete on this machine
-    InMemory().pipe_file(path, data)
-    spoil(local_folder(ADDRESS) / "checkpoint-6" / "model.safetensors", "empty")
+    fill(name, data)
+    spoil(folder / name, "empty")
     assert resolved_name("auto") == "checkpoint-6" and "was renamed" in caplog.text
 
 
@@ -288,10 +283,11 @@ def test_load_checkpoint_by_address_or_name(finished: Finished, tmp_path: Path) 
 
 
 def test_init_from_address(finished: Finished) -> None:
-    reference = build(None, epochs=1, init_from=finished.folder / "checkpoint-6").get_model().state_dict()
+    def weights(source: Any) -> dict[str, Any]:
+        return dict(build(None, epochs=1, init_from=source).get_model().state_dict())
+
     for name in ("checkpoint-6", "last", "checkpoint-6/model.safetensors"):
-        state = build(None, epochs=1, init_from=f"{ADDRESS}/{name}").get_model().state_dict()
-        assert all(torch.equal(tensor, state[key]) for key, tensor in reference.items()), name
+        assert_same(weights(f"{ADDRESS}/{name}"), weights(finished.folder / "checkpoint-6"), name)
     with pytest.raises(CheckpointError, match=r"is a run folder.*Did you mean 'watched://bucket/run/checkpoint-6'"):
         build(None, init_from=ADDRESS)
     with pytest.raises(CheckpointError, match="does not exist, or is empty"):
@@ -300,8 +296,7 @@ def test_init_from_address(finished: Finished) -> None:
 
 def test_retention_on_the_store_follows_the_folder(finished: Finished, store: type[Watched]) -> None:
     """It includes checkpoints that are only on the store, and deletes nothing before the new one is complete."""
-    trainer = build(ADDRESS, **{**RUN, "epochs": 3}, save_total_limit=1, keep_best=1)
-    trainer.train(resume_from="auto")
+    trainer = train(build(ADDRESS, **{**RUN, "epochs": 3}, save_total_limit=1, keep_best=1), resume_from="auto")
     steps = remote_steps(ADDRESS)
     assert steps == [entry.step for entry in trainer.store.checkpoint_infos()]
     assert 9 in steps and len(steps) <= 2 and 2 not in steps
@@ -372,12 +367,13 @@ def test_upload_that_never_works_is_left_to_the_next_run(store: type[Watched], c
 def test_upload_does_not_wait_if_a_name_is_blocked(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file has the name of a checkpoint's folder: this is reported at the start, and the end waits for nothing."""
     monkeypatch.setenv("OMNITRAIN_UPLOAD_WAIT", "60")
-    InMemory().pipe_file("/bucket/run/checkpoint-4", b"x")
+    fill("checkpoint-4", b"x")
     trainer = train(build(ADDRESS, **RUN))
     assert trainer.progress.step == 6 and 4 not in remote_steps(ADDRESS)
-    assert "has a file 'checkpoint-4' with the name of a checkpoint's folder" in caplog.text
-    assert "Delete the file or folder with this name there" in caplog.text
-    assert "Not everything was uploaded" in caplog.text and "no progress" not in caplog.text
+    for text in ("has a file 'checkpoint-4' with the name of a checkpoint's folder", "Not everything was uploaded",
+                 "Delete the file or folder with this name there"):  # fmt: skip
+        assert text in caplog.text
+    assert "no progress" not in caplog.text
 
 
 def test_upload_failure_ends_a_run_with_save_required(store: type[Watched]) -> None:
@@ -430,12 +426,9 @@ uploader.SHUTDOWN_S = 0.1
 stores.Watched.fault = staticmethod(lambda what, path: time.sleep(10**6 * ("model" in path)))
 with stores.mirroring("watched://bucket/run") as mirror:
     stores.save_texts(mirror, 1)
-print("finished")
 """
-    paths = os.pathsep.join(map(str, (Path(__file__).parents[1], Path(__file__).parents[2])))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMNITRAIN_UPLOAD_WAIT": "0.1"}
-    result = programs.run(sys.executable, "-c", script, env=environment)
-    assert result.returncode == 0 and "finished" in result.stdout, result.stderr[-3000:]
+    environment = programs.launch_environment(OMNITRAIN_UPLOAD_WAIT="0.1", OMNITRAIN_LOCAL_DIR=str(tmp_path))
+    programs.run(sys.executable, "-c", script, env=environment, check=True)
 
 
 @pytest.mark.parametrize("how", ["lost", "cut", "changed"])
@@ -492,79 +485,73 @@ def test_listing_of_a_store_is_bounded(finished: Finished, store: type[Watched],
         ends.set()
 
 
-@pytest.mark.parametrize("name", ["last", "run.lock", f"checkpoint-6/{MANIFEST}", "metrics.jsonl"])
+@pytest.mark.parametrize(("name", "read"), [
+    ("last", lambda: local_copy(f"{ADDRESS}/last")),
+    ("run.lock", lambda: build(ADDRESS, **RUN).train()),
+    (f"checkpoint-6/{MANIFEST}", lambda: local_copy(f"{ADDRESS}/checkpoint-6")),
+    ("metrics.jsonl", lambda: build(ADDRESS, **RUN).train(resume_from="auto")),
+])  # fmt: skip
 def test_size_of_remote_files_is_bounded(
-    name: str, finished: Finished, store: type[Watched], monkeypatch: Any, tmp_path: Path, caplog: Any
+    name: str, read: Any, finished: Finished, store: type[Watched], monkeypatch: Any, caplog: Any
 ) -> None:
     """By what the store says, before it fills the memory or the disk."""
-    info, find, path = InMemory.info, InMemory.find, f"/bucket/run/{name}"
-    InMemory().pipe_file(path, finished.objects.get(name, b"{}"))
+    info, find = InMemory.info, InMemory.find
+    fill(name, finished.objects.get(name, b"{}"))
 
     def enlarged(entry: dict[str, Any]) -> dict[str, Any]:
-        return entry | {"size": 1 << 50} if entry["name"].endswith(path) else entry
+        return entry | {"size": 1 << 50} if entry["name"].endswith(f"/bucket/run/{name}") else entry
 
     def find_enlarged(self: Any, *args: Any, **options: Any) -> Any:
         return {key: enlarged(entry) for key, entry in find(self, *args, **options).items()}
 
     monkeypatch.setattr(InMemory, "info", lambda self, key, **options: enlarged(info(self, key, **options)))
     monkeypatch.setattr(InMemory, "find", find_enlarged)
-    read: dict[str, Callable[[], Any]] = {
-        "last": lambda: local_copy(f"{ADDRESS}/last"),
-        "run.lock": lambda: build(ADDRESS, **RUN).train(),
-        f"checkpoint-6/{MANIFEST}": lambda: local_copy(f"{ADDRESS}/checkpoint-6"),
-        "metrics.jsonl": lambda: remote.download_run(ADDRESS, tmp_path, False),
-    }
     with pytest.raises(CheckpointError) as caught:
-        read[name]()
+        read()
     message = "1.1 PB to download" if name == "metrics.jsonl" else "has 1125899906842624 bytes, and at most"
     assert message in str(caught.value) + caplog.text
     assert ("read", name) not in store.done
-    if name == "metrics.jsonl":
-        with pytest.raises(CheckpointError, match="to download"):
-            build(ADDRESS, **RUN).train(resume_from="auto")
 
 
 @pytest.mark.parametrize("more", [-5, 5])
 def test_download_reports_objects_of_other_sizes(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Than the store lists: a file that is cut off would be a file of other weights."""
-    InMemory().pipe_file("/bucket/weights/a", bytes(50))
-    listing = {"/bucket/weights/a": {"name": "/bucket/weights/a", "size": 50 + more, "type": "file"}}
+    fill("a", bytes(50))
+    listing = {"/bucket/run/a": {"name": "/bucket/run/a", "size": 50 + more, "type": "file"}}
     monkeypatch.setattr(InMemory, "find", lambda *args, **options: listing)
     with pytest.raises(CheckpointError, match=f"'a' has 50 bytes, and the store reports {50 + more}"):
-        local_copy("watched://bucket/weights")
+        local_copy(ADDRESS)
 
 
-def test_save_dir_address_is_validated_by_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsspec.registry import known_implementations
-
-    monkeypatch.setitem(known_implementations, "gone", {"class": "gone_package.Gone", "err": "gone"})
+@pytest.mark.parametrize(("address", "error", "message"), [
+    ("nosuch://bucket/run", ConfigError, "fsspec knows no file system 'nosuch'"),
+    ("file" + ":///runs/a", ConfigError, "Pass the path of a folder"),
+    ("https://host/run", ConfigError, "Nothing can be written there"),
+    ("memory://", ConfigError, "names no folder"),
+    ("gone://bucket/run", MissingExtraError, "pip install gone_package"),
+    ("sunk://bucket/run", ConfigError, 'Sunk requires "paramiko" to be installed. Install it'),
+])  # fmt: skip
+def test_save_dir_address_is_validated_by_the_constructor(
+    address: Any, error: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sunk = {"class": "fsspec.implementations.nothing.Sunk", "err": 'Sunk requires "paramiko" to be installed'}
     monkeypatch.setitem(known_implementations, "sunk", sunk)
-    cases: list[tuple[Any, type[Exception], str]] = [
-        ("nosuch://bucket/run", ConfigError, "fsspec knows no file system 'nosuch'"),
-        ("file" + ":///runs/a", ConfigError, "Pass the path of a folder"),
-        ("https://host/run", ConfigError, "Nothing can be written there"),
-        ("memory://", ConfigError, "names no folder"),
-        ("gone://bucket/run", MissingExtraError, "pip install gone_package"),
-        ("sunk://bucket/run", ConfigError, 'Sunk requires "paramiko" to be installed. Install it'),
-    ]
-    for address, error, message in cases:
-        with pytest.raises(error, match=message):
-            build(address, **RUN)
-        with pytest.raises(error, match=message):
-            build(None).load_checkpoint(f"{address}/checkpoint-1" if address != "memory://" else address)
+    monkeypatch.setitem(known_implementations, "gone", {"class": "gone_package.Gone", "err": "gone"})
+    with pytest.raises(error, match=message):
+        build(address, **RUN)
+    with pytest.raises(error, match=message):
+        build(None).load_checkpoint(f"{address}/checkpoint-1" if address != "memory://" else address)
 
 
 # --- two runs
 
 
 def owner(**changes: Any) -> bytes:
-    facts = {**identify_process(), "token": "0badcafe", "at": time.time(), **changes}
-    return json.dumps(facts).encode()
+    return json.dumps({**identify_process(), "token": "0badcafe", "at": time.time(), **changes}).encode()
 
 
-def lock_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "omnitrain-remote-lock"]
+def lock_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "omnitrain-remote-lock"}
 
 
 def test_lock_rejects_a_second_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: type[Watched]) -> None:
@@ -626,11 +613,11 @@ def test_lock_is_not_written_after_its_release(store: type[Watched], monkeypatch
 
 def test_lock_taken_over_ends_uploads(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(uploader, "HEARTBEAT_S", 0.02)
-    earlier = set(lock_threads())
+    earlier = lock_threads()
     with mirroring(ADDRESS) as mirror:
         save_texts(mirror, 1)
         wait_for(lambda: "last" in content_of(ADDRESS))
-        while set(lock_threads()) - earlier:  # they end when they see another owner
+        while lock_threads() - earlier:  # they end when they see another owner
             RemoteFolder(ADDRESS).write(LOCK, owner())
             time.sleep(0.05)
         save_texts(mirror, 2)
@@ -638,23 +625,19 @@ def test_lock_taken_over_ends_uploads(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 
 def test_commands_take_addresses(finished: Finished, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    def command(*words: str) -> tuple[int, str]:
-        return main(["checkpoint", *words]) or 0, capsys.readouterr().out
+    def check(code: int, pattern: str, *words: str) -> None:
+        assert (main(["checkpoint", *words]) or 0) == code, words
+        assert re.search(pattern, capsys.readouterr().out), words
 
-    code, output = command("ls", ADDRESS)
-    assert code == 0 and re.search(r"checkpoint-6 +6 .* complete", output) and "score: " in output
-    code, output = command("verify", ADDRESS)
-    assert code == 0 and "3 of 3 complete" in output
-    for words in (
-        ("show", f"{ADDRESS}/checkpoint-2"), ("diff", f"{ADDRESS}/checkpoint-2", f"{ADDRESS}/last"),
-        ("export", f"{ADDRESS}/last", str(tmp_path / "out")),
-    ):  # fmt: skip
-        assert command(*words)[0] == 0, words
+    check(0, r"checkpoint-6 +6 .* complete", "ls", ADDRESS)
+    check(0, "3 of 3 complete", "verify", ADDRESS)
+    check(0, "", "show", f"{ADDRESS}/checkpoint-2")
+    check(0, "", "diff", f"{ADDRESS}/checkpoint-2", f"{ADDRESS}/last")
+    check(0, "", "export", f"{ADDRESS}/last", str(tmp_path / "out"))
     assert (tmp_path / "out" / "model.safetensors").exists()
-    assert command("ls", "watched://bucket/none")[0] == 2
-    InMemory().pipe_file("/bucket/run/checkpoint-4/model.safetensors", b"x")
-    code, output = command("verify", ADDRESS)
-    assert code == 1 and "checkpoint-4" in output
+    check(2, "", "ls", "watched://bucket/none")
+    fill("checkpoint-4/model.safetensors", b"x")
+    check(1, "checkpoint-4", "verify", ADDRESS)
 
 
 # --- killed
@@ -688,11 +671,9 @@ def check_killed(at: int, operation: str, undisturbed: dict[str, Any], folder: P
     was_complete = 6 in remote_steps(SHELF)
     assert_same(comparable(play(SHELF, [{}], **KILLED)), undisturbed)
     objects, steps = content_of(SHELF), remote_steps(SHELF)
-    assert 6 in steps and objects["last"] == b"checkpoint-6\n", at
-    folders = remote_folders(SHELF)
-    assert folders == {f"checkpoint-{step}" for step in steps}, at
-    assert len(folders) <= 2 or was_complete, at  # only a new checkpoint has others deleted
-    assert LOCK not in objects, at
+    assert 6 in steps and objects["last"] == b"checkpoint-6\n" and LOCK not in objects, at
+    assert remote_folders(SHELF) == {f"checkpoint-{step}" for step in steps}, at
+    assert len(steps) <= 2 or was_complete, at  # only a new checkpoint has others deleted
     return True
 
 
