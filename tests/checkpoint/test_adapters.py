@@ -1,5 +1,6 @@
 """Checkpoints and saved models with adapters, in PEFT's own format."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 import torch
 from adapting import TRAINERS, adapted, agree, lora, make, reopened, run, weights_of
 from forging import content_of
+from marks import make_small
+from recipes import fit, rows
 from safetensors.torch import load_file
 from tiny import Tokens, llama
 from torch import nn
@@ -28,6 +31,10 @@ def check_reopens(trainer: Any, folder: Path, expected: Any = None, base: Callab
         assert not (path / "config.json").exists()  # transformers would look for the base in the folder
 
 
+def is_adapter(name: str) -> bool:
+    return "lora_" in name or "modules_to_save" in name
+
+
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_adapters_reopen_in_peft(kind: str, tmp_path: Path) -> None:
     check_reopens(run(kind, adapted(), tmp_path / "run"), tmp_path)
@@ -37,19 +44,16 @@ def test_adapters_reopen_in_peft(kind: str, tmp_path: Path) -> None:
 def test_adapters_are_saved_per_name_with_full_modules(tmp_path: Path) -> None:
     model = adapted(modules_to_save=["lm_head"])
     model.add_adapter("other", lora(2, r=3))
-    trainer = run("native", model, tmp_path / "run")
+    trainer, last = run("native", model, tmp_path / "run"), tmp_path / "run" / "last"
     trainer.save_model(tmp_path / "model")
-    weights = weights_of(trainer)
-    for folder in (tmp_path / "model", tmp_path / "run" / "last"):
+    adapters = {name: tensor for name, tensor in weights_of(trainer).items() if is_adapter(name)}
+    for folder in (tmp_path / "model", last):
         default, other = reopened(folder), reopened(folder, adapter="other")
         assert any("lm_head.modules_to_save.default" in name for name in default)
-        saved = {name: tensor for name, tensor in {**default, **other}.items() if name in weights}
-        adapters = {name for name in weights if "lora_" in name or "modules_to_save" in name}
-        assert adapters <= saved.keys() and all(torch.equal(saved[name], weights[name]) for name in adapters)
-    frozen = content_of(tmp_path / "run" / "last")["frozen"]
-    assert not any("lora_" in name or "modules_to_save" in name for name in frozen)
-    tensors = load_file(tmp_path / "run" / "last" / "model.safetensors")
-    assert "base_model.model.lm_head.original_module.weight" in tensors  # a new head is random
+        assert agree({name: {**default, **other}[name] for name in adapters}, adapters)
+    assert not any(map(is_adapter, content_of(last)["frozen"]))
+    # a new head is random
+    assert "base_model.model.lm_head.original_module.weight" in load_file(last / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", ["model", "0"])
@@ -62,11 +66,9 @@ def test_adapters_named_like_layers_reopen(name: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / "last"
     for folder in (tmp_path / "model", checkpoint):
         assert agree(reopened(folder, adapter=name), weights_of(trainer))
-    tensors = load_file(checkpoint / "model.safetensors")
+    tensors, content = load_file(checkpoint / "model.safetensors"), content_of(checkpoint)
     assert len(tensors) == 4 and all(".lora_" in tensor for tensor in tensors)
-    assert len(content_of(checkpoint)["frozen"]) == 12
-    (place,) = sorted(adapter_folders(content_of(checkpoint)).items())
-    assert place == (name, name)
+    assert len(content["frozen"]) == 12 and adapter_folders(content) == {name: name}
 
 
 def test_adapters_of_transformers_integration_reopen(tmp_path: Path) -> None:
@@ -89,17 +91,14 @@ def test_adapters_include_resized_embeddings(tmp_path: Path) -> None:
 
 
 def test_adapters_of_a_plain_module_reopen(tmp_path: Path) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.embed, self.out = nn.Embedding(40, 8), nn.Linear(8, 40)
+    def base() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(OrderedDict(hidden=nn.Linear(4, 8), out=nn.Linear(8, 1))).double()
 
-        def forward(self, input_ids: Any, labels: Any) -> Any:
-            logits = self.out(self.embed(input_ids))
-            return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
-
-    check_reopens(run("native", adapted(Net(), target_modules=["out"]), tmp_path / "run"), tmp_path, base=Net)
+    trainer = fit(
+        make_small("native", adapted(base(), target_modules=["out"]), rows(8), save_dir=tmp_path / "run", epochs=1)
+    )
+    check_reopens(trainer, tmp_path, base=base)
 
 
 def test_adapters_of_prompt_tuning_reopen(tmp_path: Path) -> None:

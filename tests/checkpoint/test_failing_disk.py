@@ -12,7 +12,7 @@ import resource
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ import pytest
 import torch
 from marks import make_small, thinned
 from programs import exit_code, fork
-from recipes import StopAt, fit, rows, same, t16, weights
+from recipes import StopAt, callback, fit, rows, t16, weights
+from resuming import assert_same
 from safetensors.torch import save_file
 
 from omnitrain import Callback, CheckpointError, NonFiniteError
@@ -51,7 +52,7 @@ class Disk:
         self.operations: list[str] = []
         self.failed: list[str] = []
 
-    def touch(self, what: str, path: Any, error: Callable[[], Exception] | None = None) -> None:
+    def touch(self, what: str, path: Any, error: Exception | None = None) -> None:
         if not isinstance(path, (str, bytes, os.PathLike)) or self.folder not in os.fsdecode(path):
             return
         index = len(self.operations)
@@ -60,7 +61,7 @@ class Disk:
             return
         if not (self.is_full and what in POSSIBLE_ON_FULL_DISK):
             self.failed.append(f"{what} {path}")
-            raise error() if error else OSError(self.number, os.strerror(self.number), os.fsdecode(path))
+            raise error or OSError(self.number, os.strerror(self.number), os.fsdecode(path))
 
 
 present: list[Disk] = []
@@ -68,12 +69,10 @@ present: list[Disk] = []
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
     if present and event in AUDITED:
+        path = args[1 if event == "os.symlink" else 0]
         if event == "open":
-            path, _, flags = args
-            is_reading = not (flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
-            present[-1].touch("reading" if is_reading else "opening", path)
-        else:
-            present[-1].touch(event, args[1 if event == "os.symlink" else 0])
+            event = "opening" if args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) else "reading"
+        present[-1].touch(event, path)
 
 
 sys.addaudithook(_audit)
@@ -93,7 +92,6 @@ class File:
         return getattr(self._file, name)
 
     def __enter__(self) -> Any:
-        self._file.__enter__()
         return self
 
     def __exit__(self, *args: Any) -> Any:
@@ -106,39 +104,35 @@ class File:
 @contextlib.contextmanager
 def failing(disk: Disk) -> Iterator[Disk]:
     """Let a disk fail inside."""
-    real = {"open": io.open, "save": torch.save, "fsync": os.fsync, "write": os.write}
-    real["append"] = row_files.open_to_append
+    real_open, append, save, real_fsync, real_write = io.open, row_files.open_to_append, torch.save, os.fsync, os.write
 
     def path_of(descriptor: int) -> str:
         return os.readlink(f"/proc/self/fd/{descriptor}")
 
     def opening(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        file = real["open"](path, mode, *args, **kwargs)
+        file = real_open(path, mode, *args, **kwargs)
         if not any(letter in mode for letter in "wax+"):
             return file
         name = path_of(path) if isinstance(path, int) else os.fsdecode(path)
         return File(file, name, disk) if disk.folder in name else file
 
-    def appending(path: Path) -> Any:
-        return File(real["append"](path), path, disk)
-
     def saving(what: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-        disk.touch("torch.save", path, lambda: RuntimeError(TORCH_ERROR))
-        real["save"](what, path, *args, **kwargs)
+        disk.touch("torch.save", path, RuntimeError(TORCH_ERROR))
+        save(what, path, *args, **kwargs)
 
     def fsync(descriptor: int) -> None:
         disk.touch("fsync", path_of(descriptor))
-        real["fsync"](descriptor)
+        real_fsync(descriptor)
 
     def write(descriptor: int, data: Any) -> int:
         if descriptor > 2:
             disk.touch("os.write", path_of(descriptor))
-        return real["write"](descriptor, data)
+        return real_write(descriptor, data)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builtins, "open", opening)
         patch.setattr(io, "open", opening)
-        patch.setattr(row_files, "open_to_append", appending)
+        patch.setattr(row_files, "open_to_append", lambda path: File(append(path), path, disk))
         patch.setattr(torch, "save", saving)
         patch.setattr(os, "fsync", fsync)
         patch.setattr(os, "write", write)
@@ -163,25 +157,18 @@ def make(kind: str, run: Path, *callbacks: Callback, **options: Any) -> Any:
     return make_small(kind, t16(), rows(12), save_dir=run, callbacks=[TensorBoardLogger(), *callbacks], **options)
 
 
-def outcome(trainer: Any) -> Any:
+def outcome(trainer: Any) -> dict[str, Any]:
     """Return what a failing disk may not change."""
-    metrics = {name: value for name, value in trainer.metrics.to_dict().items() if name != "best_checkpoint"}
-    return weights(trainer.get_model()), metrics, trainer.progress.step
+    metrics = trainer.metrics.to_dict() | {"best_checkpoint": ""}
+    return {"weights": weights(trainer.get_model()), "metrics": metrics, "step": trainer.progress.step}
 
 
-def is_same(a: Any, b: Any) -> bool:
-    return same(a[0], b[0]) and a[1:] == b[1:]
+def rows_of(run: Path, *kinds: str) -> list[tuple[str, int]]:
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(row["kind"], row["step"]) for row in rows if not kinds or row["kind"] in kinds]
 
 
-def rows_of(run: Path) -> list[tuple[str, int]]:
-    return [(row["kind"], row["step"]) for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())]
-
-
-def train_steps(run: Path) -> list[int]:
-    return [step for kind, step in rows_of(run) if kind == "train"]
-
-
-def train_and_test(kind: str, run: Path) -> Any:
+def train_and_test(kind: str, run: Path) -> dict[str, Any]:
     """Train, test, save and write the results, as a program does."""
     trainer = fit(make(kind, run))
     result = outcome(trainer)
@@ -201,12 +188,10 @@ def chosen(operations: list[str], kind: str, part: int | None, is_full: bool = F
     return [same_name[len(same_name) // 2] for same_name in numbers.values()]
 
 
-@pytest.mark.parametrize(
-    ("kind", "part"),
-    thinned(
-        [("native", None), ("hf", None), *(("native", part) for part in range(PARTS))], [("native", None), ("hf", None)]
-    ),
-)
+CASES = [("native", None), ("hf", None), *(("native", part) for part in range(PARTS))]
+
+
+@pytest.mark.parametrize(("kind", "part"), thinned(CASES, CASES[:2]))
 def test_disk_fault_at_operation_does_not_end_the_run(kind: str, part: int | None, folder: Path, caplog: Any) -> None:
     """It is reported, and costs neither weights nor metrics; what is left can be resumed."""
     run = folder / "run"
@@ -222,101 +207,83 @@ def test_disk_fault_at_operation_does_not_end_the_run(kind: str, part: int | Non
             caplog.clear()
             with failing(Disk(run, at, ERRNOS[at % len(ERRNOS)], is_full)) as disk:
                 try:
-                    result = train_and_test(kind, run)
+                    assert_same(train_and_test(kind, run), expected, disk.failed)
                 except CheckpointError:  # before the first step, as another run may lie where nothing can be listed
                     assert "scandir" in disk.failed[0]
-                    result = expected
-            assert disk.failed and is_same(result, expected), f"after {disk.failed}"
+            assert disk.failed
             if not is_full:
                 assert sum(record.levelno == logging.ERROR for record in caplog.records) <= 1, f"after {disk.failed}"
                 if (run / "metrics.jsonl").exists():
                     assert rows_of(run)[-1][1] == 6, f"after {disk.failed}"
             elif Store(run).resolve("auto") is not None:  # it verifies
                 trainer = fit(make(kind, run), resume_from="auto")
-                assert same(weights(trainer.get_model()), expected[0]), f"after {disk.failed}"
+                assert_same(weights(trainer.get_model()), expected["weights"], disk.failed)
 
 
 @pytest.mark.parametrize("part", thinned([None, 0, 4, 8], [None]))
 def test_resume_works_on_full_disk(part: int | None, folder: Path) -> None:
-    def resume(run: Path) -> Any:
-        trainer = fit(make("native", run), resume_from="last")
-        return outcome(trainer)
-
     run, first = folder / "run", folder / "first"
     make("native", first, StopAt(3)).train()
     expected = train_and_test("native", folder / "straight")
-    shutil.copytree(first, run)
-    with failing(Disk(run)) as disk:
-        assert is_same(resume(run), expected)
-    for at in [0, *chosen(disk.operations, "native", part, is_full=True)]:
-        shutil.rmtree(run)
+
+    def resume(at: int | None) -> list[str]:
+        shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(first, run)
         with failing(Disk(run, at, is_full=True)) as disk:
-            result = resume(run)
-        assert is_same(result, expected), f"after {disk.failed}"
+            assert_same(outcome(fit(make("native", run), resume_from="last")), expected, disk.failed)
+        return disk.operations
+
+    for at in [0, *chosen(resume(None), "native", part, is_full=True)]:
+        resume(at)
         assert rows_of(run)[:3] == rows_of(folder / "straight")[:3]
 
 
 def test_non_finite_loss_is_reported_on_full_disk(folder: Path) -> None:
-    class Spoil(Callback):
-        def on_step_start(self, trainer: Any) -> None:
-            if trainer.progress.step == 2:
-                with torch.no_grad():
-                    next(trainer.model.parameters()).fill_(math.nan)
+    def spoil(trainer: Any) -> None:
+        if trainer.progress.step == 2:
+            next(trainer.model.parameters()).data.fill_(math.nan)
 
     for at in (0, 40):
         run = folder / str(at)
         with failing(Disk(run, at, is_full=True)), pytest.raises(NonFiniteError, match="not finite at step 3"):
-            make("native", run, Spoil()).train()
+            make("native", run, callback(on_step_start=spoil)).train()
 
 
 @pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a process cannot lift the limit of its files again")
-def test_file_size_limit_does_not_end_the_run(folder: Path) -> None:
+def test_file_size_limit_does_not_end_the_run(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The system rejects writes, in safetensors' own code too: an error per save, and the checkpoint before stays."""
-    run, errors = folder / "run", list[str]()
+    run = folder / "run"
 
-    class Limit(Callback):
-        order = 99
-
-        def on_step_start(self, trainer: Any) -> None:
-            step = trainer.progress.step
-            size = 512 if 3 <= step < 9 else resource.RLIM_INFINITY
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-            if step == 9:
-                checkpoint, _ = Store(run).resolve("auto")  # type: ignore[misc]
-                assert checkpoint.name == "checkpoint-2" and not [*run.glob("*.tmp")]
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "Cannot save" in record.getMessage():
-                errors.append(record.getMessage())
+    def limit(trainer: Any) -> None:
+        step = trainer.progress.step
+        size = 512 if 3 <= step < 9 else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        if step == 9:
+            assert Store(run).resolve("auto")[0].name == "checkpoint-2"  # type: ignore[index]
+            assert not [*run.glob("*.tmp")]
 
     def train_with_limits() -> None:
-        logging.getLogger("omnitrain").addHandler(Listener(logging.ERROR))
-        make("native", run, Limit(), epochs=4).train()
+        make("native", run, callback(on_step_start=limit, order=99), epochs=4).train()
+        errors = [text for text in caplog.messages if "Cannot save" in text]
         assert len(errors) == 3 and all("File too large" in error for error in errors)  # steps 4, 6, 8
 
     assert exit_code(fork(train_with_limits)) == 0
-    assert train_steps(run) == [*range(1, 13)]
-    checkpoint, _ = Store(run).resolve("last")  # type: ignore[misc]
-    assert checkpoint.name == "checkpoint-12"
+    assert rows_of(run, "train") == [("train", step) for step in range(1, 13)]
+    assert Store(run).resolve("last")[0].name == "checkpoint-12"  # type: ignore[index]
 
 
 def test_metric_rows_wait_for_the_disk(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Fail(Callback):
-        order = 39
+    def fail(trainer: Any) -> None:
+        if trainer.progress.step in (4, 20):
+            disk.at = len(disk.operations) if trainer.progress.step == 4 else None
 
-        def on_step_end(self, trainer: Any) -> None:
-            if trainer.progress.step in (4, 20):
-                disk.at = len(disk.operations) if trainer.progress.step == 4 else None
-
-    caplog.set_level(logging.WARNING)
-    with failing(Disk(folder / "run", is_full=True)) as disk:
-        make("native", folder / "run", Fail(), epochs=10, save_steps=1000, eval_steps=1000).train()
-    assert train_steps(folder / "run") == [*range(1, 31)]
-    messages = [text for text in caplog.messages if "metrics.jsonl" in text]
-    assert len(messages) == 2 and "cannot be written" in messages[0] and "works again" in messages[1]
+    run = folder / "run"
+    with failing(Disk(run, is_full=True)) as disk:
+        make("native", run, callback(on_step_end=fail, order=39), epochs=10, save_steps=1000, eval_steps=1000).train()
+    assert rows_of(run, "train") == [("train", step) for step in range(1, 31)]
+    first, second = (text for text in caplog.messages if "metrics.jsonl" in text)
+    assert "cannot be written" in first and "works again" in second
 
 
 def test_is_disk_error_accepts_only_disk_errors() -> None:

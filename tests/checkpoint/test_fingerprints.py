@@ -3,7 +3,6 @@
 import functools
 import importlib.util
 import linecache
-import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import make_small, thinned
-from recipes import Noisy, fit
+from recipes import Noisy, fit, states
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -32,6 +31,19 @@ def data(size: int = 12, flipped: bool = False) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(size) % 3
     return TensorDataset(torch.randn(size, 4, generator=generator), 2 - labels if flipped else labels)
+
+
+class Counted(Dataset[Any]):
+    """Four numbers, and how many were read."""
+
+    reads = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return torch.tensor(index)
 
 
 def make(folder: Path, kind: str = "native", model: nn.Module | None = None, **options: Any) -> Any:
@@ -112,43 +124,24 @@ def test_identity_rejects_other_code_of_the_same_name(name: str, tmp_path: Path)
     trainer("* 1 * 1", 3).train(resume_from="auto", allow_change={name})
 
 
-def generator_states() -> Any:
-    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
+def fingerprint(dataset: Any, **options: Any) -> Any:
+    return data_fingerprint(make_loader(dataset, 2, name="train_dataset", **options))
 
 
 def test_data_of_random_samples_is_keyed_and_leaves_generators() -> None:
     """Samples that are random by their index are compared, and entries that are random otherwise are left out."""
-    random.seed(1)
-    before = generator_states()
-    first = data_fingerprint(make_loader(Noisy(), 4, name="train_dataset"))
-    assert before == generator_states()
+    before = states()
+    first = fingerprint(Noisy())
+    assert before == states()
     torch.manual_seed(4)
-    assert first == data_fingerprint(make_loader(Noisy(), 4, name="train_dataset", seed=5)) and first is not None
-    assert first["samples"]
+    assert first == fingerprint(Noisy(), seed=5) and first["samples"]
 
-    class Unkeyed(Dataset[Any]):
-        turn = 0
-
-        def __len__(self) -> int:
-            return 3
-
+    class Unkeyed(Counted):
         def __getitem__(self, index: int) -> Any:
-            self.turn += 1
-            return {"x": self.turn, "y": index, "z": object()}
+            self.reads += 1
+            return {"x": self.reads, "y": index, "z": object()}
 
-    mixed = data_fingerprint(make_loader(Unkeyed(), 2, name="train_dataset"))
-    assert mixed is not None and [list(parts) for parts in mixed["samples"].values()] == [["y"]] * 3
-
-
-class Counted(Dataset[Any]):
-    reads = 0
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        self.reads += 1
-        return torch.tensor(index)
+    assert [list(parts) for parts in fingerprint(Unkeyed())["samples"].values()] == [["y"]] * 4
 
 
 def test_data_of_loaders_streams_and_broken_datasets() -> None:
@@ -161,19 +154,17 @@ def test_data_of_loaders_streams_and_broken_datasets() -> None:
             raise KeyError(index)
 
     dataset = Counted()
-    fingerprint = data_fingerprint(make_loader(dataset, 2, name="train_dataset"))
-    assert fingerprint is not None and dataset.reads == 8
-    assert data_fingerprint(UserLoader(DataLoader(dataset, 2), 0)) == fingerprint
-    assert data_fingerprint(make_loader(Stream(), 2, name="train_dataset")) is None
-    assert data_fingerprint(make_loader(Broken(), 2, name="train_dataset")) == {"size": 4, "samples": {}}
+    first = fingerprint(dataset)
+    assert first is not None and dataset.reads == 8
+    assert data_fingerprint(UserLoader(DataLoader(dataset, 2), 0)) == first
+    assert fingerprint(Stream()) is None and fingerprint(Broken()) == {"size": 4, "samples": {}}
 
 
 @pytest.mark.processes
 def test_data_of_a_loader_with_workers_is_read_by_workers() -> None:
     dataset = Counted()
-    with_workers = data_fingerprint(make_loader(dataset, 2, name="train_dataset", num_workers=1))
-    assert dataset.reads == 0
-    assert with_workers == data_fingerprint(make_loader(dataset, 2, name="train_dataset")) is not None
+    with_workers = fingerprint(dataset, num_workers=1)
+    assert dataset.reads == 0 and with_workers == fingerprint(dataset) is not None
 
 
 def test_content_digest_of_values_that_differ() -> None:
@@ -196,7 +187,19 @@ def test_content_digest_of_a_part() -> None:
     assert content_digest(torch.eye(2).to_sparse()) == content_digest(torch.eye(2))
 
 
-def test_code_of_a_loss_includes_options_but_not_counters() -> None:
+def pair(limit: int) -> Callable[..., Any]:
+    """Return a function that calls another, which calls it."""
+
+    def even(number: int) -> bool:
+        return number > limit or odd(number + 1)
+
+    def odd(number: int) -> bool:
+        return number > limit and even(number + 1)
+
+    return even
+
+
+def test_code_includes_options_but_not_counters() -> None:
     def focal(alpha: float) -> Callable[..., Any]:
         return lambda outputs, labels: alpha * F.cross_entropy(outputs, labels)
 
@@ -210,22 +213,9 @@ def test_code_of_a_loss_includes_options_but_not_counters() -> None:
     weighted = [nn.CrossEntropyLoss(weight=torch.tensor([1.0, weight])) for weight in (1.0, 1.0, 2.0)]
     loss = Counting()
     for code, equal, other in (
-        (focal(0.5), focal(0.5), focal(0.6)), (*smooth, F.cross_entropy), weighted,
+        (focal(0.5), focal(0.5), focal(0.6)), (*smooth, F.cross_entropy), weighted, (pair(3), pair(3), pair(4)),
         (lambda o, y: o - y, lambda o, y: o - y, lambda o, y: y - o), (loss, loss, Counting),
     ):  # fmt: skip
         digest = code_digest(code)
         loss(1, 2)
         assert digest == code_digest(equal) != code_digest(other)
-
-
-def test_code_of_functions_that_call_each_other() -> None:
-    def pair(limit: int) -> Callable[..., Any]:
-        def even(number: int) -> bool:
-            return number > limit or odd(number + 1)
-
-        def odd(number: int) -> bool:
-            return number > limit and even(number + 1)
-
-        return even
-
-    assert code_digest(pair(3)) == code_digest(pair(3)) != code_digest(pair(4))

@@ -9,7 +9,7 @@ import torch
 from adapting import adapted, agree, make, run, weights_of
 from forging import content_of
 from marks import make_small
-from recipes import StopAt, fit, rows
+from recipes import StopAt, callback, fit, rows
 from resuming import Net
 from safetensors.torch import load_file
 from tiny import Tokens, llama
@@ -24,10 +24,6 @@ def names(folder: Path) -> set[str]:
     return set(load_file(folder / "model.safetensors"))
 
 
-def state(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return trainer.get_model().state_dict()
-
-
 def headed(seed: int = 0, cls: type[Net] = Net) -> Net:
     """Return a small regression model whose body, with batch norm and dropout, does not train."""
     model = cls()
@@ -39,12 +35,13 @@ def headed(seed: int = 0, cls: type[Net] = Net) -> Net:
 
 
 def train(model: nn.Module, folder: Path | None, *callbacks: Callback, resume: Any = None, **options: Any) -> Trainer:
-    options = {"epochs": 2, "save_frozen": False, **options}
-    if "optimizer" not in options:
-        options["learning_rate"] = 0.05
-    trainer = make_small("native", model, rows(16), save_dir=folder, callbacks=callbacks, **options)
-    trainer.train(resume_from=resume)
-    return trainer
+    rate = {} if "optimizer" in options else {"learning_rate": 0.05}
+    options = {"epochs": 2, "save_frozen": False, **rate, **options}
+    return fit(make_small("native", model, rows(16), save_dir=folder, callbacks=callbacks, **options), resume)
+
+
+def state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return trainer.get_model().state_dict()
 
 
 def check_resumes(build: Callable[[], nn.Module], folder: Path, *callbacks: Callback) -> None:
@@ -67,28 +64,24 @@ def test_frozen_base_is_left_out_and_resume_is_exact(kind: str, tmp_path: Path, 
     resumed = fit(make(kind, adapted(lora_dropout=0.1), tmp_path), resume_from="auto")
     assert counts == [12, 12]
     assert agree(weights_of(resumed), weights_of(straight)) and resumed.metrics == straight.metrics
-    trained = {name for name, weight in resumed.get_model().named_parameters() if weight.requires_grad}
-    assert names(tmp_path / "last") == trained
+    assert names(tmp_path / "last") == {name for name, weight in weights_of(resumed).items() if weight.requires_grad}
 
 
 def test_frozen_base_must_match_unless_allowed(tmp_path: Path) -> None:
-    run("native", adapted(), tmp_path / "run", epochs=1)
+    run("native", adapted(), tmp_path, epochs=1)
 
-    def other() -> Any:
+    def other(epochs: int = 2) -> Any:
         base: Any = llama()
-        with torch.no_grad():
-            base.model.layers[0].mlp.up_proj.weight[0, 0] += 1e-9
-        return adapted(base)
+        base.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1e-9
+        return make("native", adapted(base), tmp_path, epochs=epochs)
 
-    trainer = make("native", other(), tmp_path / "run")
+    trainer = other()
     before = {name: value.clone() for name, value in weights_of(trainer).items()}
     with pytest.raises(CheckpointError, match=r"1 of the 12 differ in this model, the first of them '.*up_proj.w"):
         trainer.train(resume_from="auto")
     assert agree(weights_of(trainer), before)
     trainer.train(resume_from="auto", allow_change={"frozen_weights"})
-    again = make("native", other(), tmp_path / "run", epochs=3)
-    again.train(resume_from="auto")  # its checkpoints are of the new base
-    assert again.progress.step == 6
+    assert fit(other(3), resume_from="auto").progress.step == 6  # its checkpoints are of the new base
 
 
 def test_frozen_base_of_a_full_checkpoint_is_kept_if_loaded(tmp_path: Path) -> None:
@@ -96,12 +89,10 @@ def test_frozen_base_of_a_full_checkpoint_is_kept_if_loaded(tmp_path: Path) -> N
     for name, base in (("same", llama()), ("other", llama(9))):
         run("native", adapted(base), tmp_path / name, save_frozen=True, epochs=1)
         make("native", adapted(), tmp_path / name).train(resume_from="auto")
-    assert len(names(tmp_path / "same" / "last")) == 4
-    assert len(names(tmp_path / "other" / "last")) > 12
+    assert len(names(tmp_path / "same" / "last")) == 4 and len(names(tmp_path / "other" / "last")) > 12
     trainer = make("native", adapted())
     trainer.load_checkpoint(tmp_path / "other" / "last")
-    weight = "lm_head.weight"
-    assert torch.equal(weights_of(trainer)[f"base_model.model.{weight}"], llama(9).get_parameter(weight))
+    assert torch.equal(weights_of(trainer)["base_model.model.lm_head.weight"], llama(9).lm_head.weight)
 
 
 @pytest.mark.parametrize(("kind", "saves"), [("native", False), ("hf", True)])
@@ -119,21 +110,16 @@ def test_save_frozen_false_resumes_exactly(tmp_path: Path) -> None:
         def load_state_dict(self, state_dict: Any) -> Any:  # type: ignore[override]
             return super().load_state_dict(state_dict)
 
-    class Decay(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            trainer.model.body[0].weight.data.mul_(0.9)
-
     check_resumes(lambda: headed(cls=CustomLoading), tmp_path / "custom")
-    check_resumes(headed, tmp_path / "decay", Decay())
-    assert set(content_of(tmp_path / "decay" / "straight" / "last")["frozen"]) == {
-        "body.0.bias", "body.1.weight", "body.1.bias",
-    }  # fmt: skip
+    decay = callback(on_step_end=lambda trainer: trainer.model.body[0].weight.data.mul_(0.9))
+    check_resumes(headed, tmp_path / "decay", decay)
+    frozen = content_of(tmp_path / "decay" / "straight" / "last")["frozen"]
+    assert frozen.keys() == {"body.0.bias", "body.1.weight", "body.1.bias"}
     check_resumes(headed, tmp_path)
     with pytest.raises(CheckpointError, match=r"the first of them 'body.0.weight'. Build the model on the weights"):
         train(headed(3), tmp_path / "cut", resume="auto", epochs=3)
-    trainer = make_small("native", headed(3), rows(16))
     with pytest.raises(CheckpointError, match=r"body\.0\.weight"):
-        trainer.load_checkpoint(tmp_path / "cut" / "last")
+        make_small("native", headed(3), rows(16)).load_checkpoint(tmp_path / "cut" / "last")
     straight = state(train(headed(), None, save_frozen=None))
     train(headed(), tmp_path / "on", StopAt(3))
     resumed = train(headed(), tmp_path / "on", resume="auto", save_frozen=True)
@@ -141,14 +127,13 @@ def test_save_frozen_false_resumes_exactly(tmp_path: Path) -> None:
 
 
 def test_frozen_weights_that_thaw_are_saved_from_then_on(tmp_path: Path) -> None:
-    class Thaw(Callback):
-        def on_step_start(self, trainer: Any) -> None:
-            trainer.model.body.requires_grad_(trainer.progress.step in (2, 3))
+    def thaw(trainer: Any) -> None:
+        trainer.model.body.requires_grad_(trainer.progress.step in (2, 3))
 
     def run_thawing(folder: Path, *callbacks: Callback, **options: Any) -> dict[str, torch.Tensor]:
-        model = headed()
+        model, thaws = headed(), callback(on_step_start=thaw)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        return state(train(model, folder, Thaw(), *callbacks, optimizer=optimizer, save_steps=1, **options))
+        return state(train(model, folder, thaws, *callbacks, optimizer=optimizer, save_steps=1, **options))
 
     straight = run_thawing(tmp_path / "straight")
     weights = {name for name in straight if name.startswith("body") and name.endswith(("weight", "bias"))}

@@ -1,7 +1,9 @@
 """Initial weights (`init_from`): checkpoints and files of other programs, in full or in part."""
 
+import copy
 import json
 import logging
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from forging import content_of, seal, shard, spoil
 from marks import make_small
 from recipes import StopAt, distance, fit, rows, t16, weights
+from resuming import Net, Overflowing
 from safetensors.torch import save_file
 from tiny import gpt
 from torch import nn
@@ -22,8 +25,13 @@ def make(kind: Any = "native", model: nn.Module | None = None, **options: Any) -
     return make_small(kind, model or t16(seed=1), rows(16), **options)
 
 
-def initialized(source: Any, model: nn.Module | None = None) -> nn.Module:
+def initialized(source: Any, model: nn.Module | None = None) -> Any:
     return make(model=model, init_from=source).model
+
+
+def assert_equal(model: nn.Module, expected: nn.Module) -> None:
+    """Assert that two models, or parts of them, have the same weights to the bit."""
+    assert distance(weights(model), weights(expected)) == 0
 
 
 @pytest.fixture
@@ -36,11 +44,11 @@ def file(tmp_path: Path) -> Path:
 
 def test_init_from_loads_once_on_every_trainer(trainer_class: Any, file: Path) -> None:
     trainer, expected = make(trainer_class, init_from=file), make(trainer_class, t16())
-    assert distance(weights(trainer.model), weights(t16())) == 0
+    assert_equal(trainer.model, t16())
     for each in (trainer, expected):
         each.train()
         each.train()
-    assert distance(weights(trainer.model), weights(expected.model)) == 0
+    assert_equal(trainer.model, expected.model)
     config = trainer.resolved_config()["init_from"]
     assert config == {"path": str(file), "ignore": [], "convert": None} and json.dumps(config)
 
@@ -48,12 +56,12 @@ def test_init_from_loads_once_on_every_trainer(trainer_class: Any, file: Path) -
 def test_init_from_reads_checkpoints_pointers_and_files(tmp_path: Path, file: Path) -> None:
     trainer = fit(make(model=t16(), save_dir=tmp_path / "run", eval_dataset=rows(8)))
     for name in ("checkpoint-2", "last", "best", "checkpoint-2/model.safetensors"):
-        assert distance(weights(initialized(tmp_path / "run" / name)), weights(trainer.model)) == 0
+        assert_equal(initialized(tmp_path / "run" / name), trainer.model)
     torch.save(t16().state_dict(), tmp_path / "plain.pt")
     torch.save({"step": 3, "state": t16().state_dict()}, tmp_path / "nested.bin")
     nested = {"path": tmp_path / "nested.bin", "convert": lambda content: content["state"]}
     for source in (str(file), tmp_path / "plain.pt", nested):
-        assert distance(weights(initialized(source)), weights(t16())) == 0
+        assert_equal(initialized(source), t16())
     folder = tmp_path / "run" / "checkpoint-2"
     spoil(folder / "model.safetensors", "flip")
     with pytest.raises(CheckpointError, match=r"'model\.safetensors' does not match its sha256"):
@@ -70,7 +78,7 @@ def test_init_from_reads_and_verifies_sharded_checkpoints(tmp_path: Path) -> Non
     with torch.device("meta"):
         empty = t16()
     for model in (None, empty):
-        assert distance(weights(initialized(folder, model)), weights(trainer.model)) == 0
+        assert_equal(initialized(folder, model), trainer.model)
     spoil(folder / "model/rank-00001.safetensors", "flip")
     with pytest.raises(CheckpointError, match=r"'model/rank-00001.safetensors' does not match its sha256"):
         initialized(folder)
@@ -84,82 +92,65 @@ def test_init_from_reads_transformers_folders(tmp_path: Path) -> None:
         model = HFTrainer(gpt(), init_from=tmp_path / name, progress_bar=False).model
         assert distance(weights(model), weights(gpt(seed=3))) <= limit
     source = {"path": tmp_path / "single", "convert": lambda all: {"lm_head.weight": all["transformer.wte.weight"]}}
-    assert torch.equal(initialized(source, gpt()).lm_head.weight, gpt(seed=3).float().double().lm_head.weight)  # type: ignore[union-attr]
+    assert_equal(initialized(source, gpt()).lm_head, gpt(seed=3).float().double().lm_head)
     next((tmp_path / "several").glob("*-00002-*")).unlink()
     with pytest.raises(CheckpointError, match=r"several' is incomplete: 'model-00002-of-.*' is missing"):
         HFTrainer(gpt(), init_from=tmp_path / "several")
 
 
 def test_init_from_logs_what_was_loaded_and_what_not(file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Wider(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = t16(seed=1).float()[:3], nn.Linear(16, 5)  # type: ignore[index]
+    def initialize(source: Any) -> tuple[Any, Any]:
+        caplog.clear()
+        layers: Any = t16(seed=1).float()
+        parts = {"body": layers[:3], "head": nn.Linear(16, 5)}
+        model = initialized(source, nn.Sequential(OrderedDict(parts)))
+        (record,) = [record for record in caplog.records if "begins with" in record.message]
+        return model, record
 
-    model = Wider()
-    head = weights(model.head)
+    caplog.set_level(logging.INFO, "omnitrain")
     save_file({f"body.{name}": tensor for name, tensor in t16().state_dict().items()}, file)
-    initialized(file, model)
-    assert distance(weights(model.body), weights(t16().float())[:2]) == 0 and distance(weights(model.head), head) == 0
-    (record,) = [record for record in caplog.records if "begins with" in record.message]
+    model, record = initialize(file)
+    assert distance(weights(model.body), weights(t16().float())[:2]) == 0
     assert record.levelno == logging.WARNING
     assert record.message.splitlines()[1:] == [
         "  loaded: 2 tensors, 80 values, cast from torch.float64",
         "  not in the file, unchanged: 2: head.weight, head.bias",
         "  not in the model: 2: body.3.bias, body.3.weight",
     ]
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "omnitrain"):
-        initialized({"path": file, "ignore": ["head.*", "body.3.*"]}, Wider())
-    (record,) = [record for record in caplog.records if "begins with" in record.message]
+    _, record = initialize({"path": file, "ignore": ["head.*", "body.3.*"]})
     assert record.levelno == logging.INFO and "ignored: 4: body.3.bias" in record.message
 
 
-class Counting(nn.Linear):
-    """A layer with extra state, which is no tensor."""
-
-    def __init__(self, count: int = 0) -> None:
-        super().__init__(4, 1)
-        self.count = count
-        self.double()
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
-
-
 def test_init_from_loads_extra_state(trainer_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def counting(source: Any) -> nn.Sequential:
-        return make(trainer_class, nn.Sequential(Counting(5)), init_from=source).get_model()
+    def counting(source: Any) -> Any:
+        caplog.clear()
+        return make(trainer_class, Overflowing(), init_from=source).get_model()
 
-    trainer = fit(make(trainer_class, nn.Sequential(Counting(3)), save_dir=tmp_path / "run"))
+    trainer = fit(make(trainer_class, Overflowing(), save_dir=tmp_path / "run", max_steps=1))
     torch.save(trainer.get_model().state_dict(), tmp_path / "weights.pt")
     checkpoint = tmp_path / "run" / "last"
     for source in (checkpoint, tmp_path / "weights.pt", {"path": checkpoint, "convert": dict}):
-        caplog.clear()
         model = counting(source)
-        assert model[0].count == 3 and distance(weights(model), weights(trainer.get_model())) == 0
-        assert "not in the file" not in caplog.text
-    assert counting({"path": checkpoint, "ignore": ["*_state"]})[0].count == 5
+        assert model.count == 1 and "not in the file" not in caplog.text
+        assert_equal(model, trainer.get_model())
+    assert counting({"path": checkpoint, "ignore": ["*_state"]}).count == 0
     plain = {name: value for name, value in trainer.get_model().state_dict().items() if "extra" not in name}
     save_file(plain, tmp_path / "plain.safetensors")
-    assert counting(tmp_path / "plain.safetensors")[0].count == 5
-    assert "unchanged: 1: 0._extra_state" in caplog.text
-    make(trainer_class, nn.Sequential(nn.Linear(4, 1).double()), init_from=checkpoint)
-    assert "not in the model: 1: 0._extra_state" in caplog.text
+    assert counting(tmp_path / "plain.safetensors").count == 0
+    assert "unchanged: 1: _extra_state" in caplog.text
+    make(trainer_class, Net(), init_from=checkpoint)
 
 
 def test_init_from_rejects_other_shapes_unless_ignored(file: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0), nn.Linear(16, 2)).double()
-    before = weights(model)
+    before = copy.deepcopy(model)
     message = r"3\.weight \(\[1, 16\] float64 there, \[2, 16\] float64 in the model\), 3\.bias .*Name them in 'ignore'"
     with pytest.raises(ConfigError, match=message):
         initialized(file, model)
-    assert distance(weights(model), before) == 0
+    assert_equal(model, before)
     initialized({"path": file, "ignore": ["3.*"]}, model)
-    assert distance(weights(model)[:2], weights(t16())[:2]) == 0 and distance(weights(model)[2:], before[2:]) == 0
+    assert_equal(model[0], t16()[0])  # type: ignore[index]
+    assert_equal(model[3], before[3])
 
 
 def test_init_from_gives_way_to_the_checkpoint_of_a_resume(
@@ -167,12 +158,11 @@ def test_init_from_gives_way_to_the_checkpoint_of_a_resume(
 ) -> None:
     caplog.set_level(logging.INFO, "omnitrain")
     options: dict[str, Any] = {"init_from": file, "save_dir": tmp_path / "run", "save_steps": 1}
-    straight, resumed = make(trainer_class, init_from=file), make(trainer_class, **options)
-    straight.train()
+    straight = fit(make(trainer_class, init_from=file))
     make(trainer_class, callbacks=[StopAt(1)], **options).train()
-    resumed.train(resume_from="auto")
+    resumed = fit(make(trainer_class, **options), resume_from="auto")
     assert "The weights of the checkpoint replace those of `init_from`" in caplog.text
-    assert distance(weights(resumed.model), weights(straight.model)) == 0
+    assert_equal(resumed.model, straight.model)
 
 
 def test_init_from_supplies_frozen_weights_on_resume(file: Path, tmp_path: Path) -> None:
@@ -180,8 +170,7 @@ def test_init_from_supplies_frozen_weights_on_resume(file: Path, tmp_path: Path)
     make(init_from=file, callbacks=[StopAt(1)], **options).train()
     with pytest.raises(CheckpointError, match="saved without the weights that did not train"):
         make(**options).train(resume_from="auto")
-    resumed = fit(make(init_from=file, **options), resume_from="auto")
-    assert distance(weights(resumed.model)[:2], weights(t16())[:2]) == 0
+    assert_equal(fit(make(init_from=file, **options), resume_from="auto").model[0], t16()[0])  # type: ignore[index]
 
 
 class RunsCode:
@@ -217,20 +206,22 @@ def test_init_from_rejects_sources_without_weights(tmp_path: Path, monkeypatch: 
     for source, message in cases:
         with pytest.raises(ConfigError, match=message):
             initialized(source, model)
-    assert distance(weights(model), weights(t16(seed=1))) == 0 and "has run" not in capsys.readouterr().out
+    assert_equal(model, t16(seed=1))
+    assert "has run" not in capsys.readouterr().out
 
 
 def test_init_from_fills_a_model_on_the_meta_device(trainer_class: Any, file: Path) -> None:
     """Unless it has custom code for loading."""
 
-    class Own(nn.Linear):
+    class Custom(nn.Linear):
         def _load_from_state_dict(self, *arguments: Any) -> None:
             raise AssertionError
 
     with torch.device("meta"):
-        model, custom = t16(dtype=torch.float32), nn.Sequential(Own(4, 16))
+        model, custom = t16(dtype=torch.float32), nn.Sequential(Custom(4, 16))
     for source in (file, {"path": file, "convert": dict}):
         filled = make(trainer_class, model, init_from=source).get_model()
-        assert distance(weights(filled), weights(t16().float())) == 0 and filled[0].weight.requires_grad
-    with pytest.raises(ConfigError, match=r"Own has custom loading code.*2 of its tensors are on the meta device"):
+        assert_equal(filled, t16().float())
+        assert filled[0].weight.requires_grad
+    with pytest.raises(ConfigError, match=r"Custom has custom loading code.*2 of its tensors are on the meta device"):
         make(trainer_class, custom, init_from=file)

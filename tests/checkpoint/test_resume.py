@@ -1,6 +1,7 @@
 """Interrupted and resumed runs, which end like uninterrupted ones, and further guarantees of checkpoint folders."""
 
 import copy
+import errno
 import functools
 import itertools
 import json
@@ -133,17 +134,20 @@ def terminate(trainer: Any) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
 def is_tensor_file(path: Path) -> bool:
     return path.suffix == ".safetensors"
 
 
-def failing_write(condition: Callable[[Path], bool]) -> Callable[..., Any]:
-    """Return a `FileSystem.write` whose disk is full for some files."""
+def failing_write(condition: Callable[[Path], bool], error: Exception = FULL) -> Callable[..., Any]:
+    """Return a `FileSystem.write` that fails for some files."""
     write = FileSystem.write
 
     def write_or_fail(fs: FileSystem, path: Path, content: Any) -> Any:
         if condition(path):
-            raise OSError(28, "No space left on device")
+            raise error
         return write(fs, path, content)
 
     return write_or_fail
@@ -782,6 +786,20 @@ def test_failed_save_costs_only_the_checkpoint(folder: Path, monkeypatch: Any, c
     monkeypatch.setattr(FileSystem, "write", second)
     train(build(folder / "run", save_steps=4, eval_steps=2, max_steps=4))
     assert names(folder / "run") == numbered(4) and caplog.text.count("Cannot save") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "is_async"),
+    [(FULL, False), (FULL, True), (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos"), False)],
+)
+def test_save_required_failure_ends_the_run(error: Exception, is_async: bool, folder: Path, monkeypatch: Any) -> None:
+    """The earlier checkpoint stays; PyTorch's own writer reports a full disk in its own way."""
+    monkeypatch.setattr(FileSystem, "write", failing_write(lambda path: "checkpoint-4" in str(path), error))
+    options = {"epochs": 2, "save_steps": 2, "eval_dataset": None, "save_required": True, "async_save": is_async}
+    trainer = build(folder / "run", **options)
+    with pytest.raises(CheckpointError, match=r"checkpoint-4.*(No space left|unexpected pos)"):
+        trainer.train()
+    assert names(folder / "run") == numbered(2) and trainer.progress.step in ((4, 5, 6) if is_async else (4,))
 
 
 @pytest.mark.parametrize("fails", [True, False])

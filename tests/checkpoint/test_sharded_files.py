@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from disks import FaultyDisk, fail_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -76,6 +77,11 @@ def write_rows(tensor: torch.Tensor, begins: Iterable[int], count: int, folder: 
 
 def files_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
+
+
+def entry_of(file: Path) -> dict[str, Any]:
+    data = file.read_bytes()
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def opened(folder: Path) -> TensorFile:
@@ -228,37 +234,19 @@ def test_write_shards_returns_sizes_and_hashes(tmp_path: Path, monkeypatch: pyte
     blocks = {"big": local_blocks(big, 0), "turned": local_blocks(big.T, 0), "few": local_blocks(torch.ones(2), 0)}
     blocks |= {f"x{i}": local_blocks(flat_part(big, 3, 2999), 0) for i in range(3)}
     entries = write_shards(blocks, tmp_path, 0, FS)
-    assert sorted(entries) == sorted(file.name for file in tmp_path.iterdir()) and len(entries) == 3
-    for name, entry in entries.items():
-        data = (tmp_path / name).read_bytes()
-        assert entry == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    assert entries == {file.name: entry_of(file) for file in tmp_path.iterdir()} and len(entries) == 3
     stored = safetensors.torch.load_file(tmp_path / "rank-00000.safetensors")
     assert same(stored["big"], big) and same(stored["turned"], big.T)
 
 
 def test_write_shards_uses_the_file_system(tmp_path: Path) -> None:
-    calls: list[tuple[str, str]] = []
-
-    class Watched(FileSystem):
-        def write(self, path: Path, content: Any) -> Any:
-            calls.append(("write", path.name))
-            return super().write(path, content)
-
-        def sync(self, path: Path) -> None:
-            calls.append(("sync", path.name))
-
-    assert write_shards({"w": []}, tmp_path, 1, Watched()) == {} == write_shards({}, tmp_path, 1, Watched())
-    write_shards({"w": local_blocks(flat_part(values_of((4, 3)), 1, 8), 0)}, tmp_path, 0, Watched())
+    disk = FaultyDisk(tmp_path)
+    assert write_shards({"w": []}, tmp_path, 1, disk) == {} == write_shards({}, tmp_path, 1, disk)
+    write_shards({"w": local_blocks(flat_part(values_of((4, 3)), 1, 8), 0)}, tmp_path, 0, disk)
     names = ["rank-00000.safetensors", "rank-00000.1.safetensors", "rank-00000.2.safetensors"]
-    assert calls == [(what, name) for name in names for what in ("write", "sync")]
-
-    class Full(FileSystem):
-        def write(self, path: Path, content: Any) -> Any:
-            next(iter(content))
-            raise OSError(28, "No space left on device")
-
+    assert disk.operations == [(what, tmp_path / name) for name in names for what in ("write", "sync")]
     with pytest.raises(OSError, match="No space left"):
-        write_shards({"w": local_blocks(torch.ones(1 << 20), 0)}, tmp_path, 0, Full())
+        write_shards({"w": local_blocks(torch.ones(1 << 20), 0)}, tmp_path, 0, FaultyDisk(tmp_path, 0, fail_once))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -373,23 +361,19 @@ def test_write_full_files_equals_transformers_files(tmp_path: Path) -> None:
     write_flat(tensors, tmp_path / "shards", 4)
     source, contents = opened(tmp_path / "shards"), []
     for world_size in (1, 3, 10):
-        out = tmp_path / f"out{world_size}"
+        out, entries = tmp_path / f"out{world_size}", dict[str, Any]()
         out.mkdir()
-        entries: dict[str, Any] = {}
         for rank in range(world_size):
             written = write_full_files(source, out, rank, world_size, FS, limit=100)
             assert bool(written) is (rank < count_full_files(tensors, 100))
             entries |= written
-        contents.append({file.name: file.read_bytes() for file in out.iterdir()})
-        assert {name: entry["sha256"] for name, entry in entries.items()} == {
-            name: hashlib.sha256(data).hexdigest() for name, data in contents[-1].items()
-        }
-        index = json.loads((out / "model.safetensors.index.json").read_text())
-        assert index["metadata"] == {"total_size": 4 * (21 * 3 + 1)} and index["weight_map"].keys() == tensors.keys()
-        for name, file in index["weight_map"].items():
-            assert same(safetensors.torch.load_file(out / file)[name], tensors[name])
-            assert "-of-00004" in file
+        assert entries == {file.name: entry_of(file) for file in out.iterdir()}
+        contents.append(entries)
     assert contents[0] == contents[1] == contents[2]
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 4 * (21 * 3 + 1)} and index["weight_map"].keys() == tensors.keys()
+    for name, file in index["weight_map"].items():
+        assert same(safetensors.torch.load_file(out / file)[name], tensors[name]) and "-of-00004" in file
 
 
 @pytest.mark.parametrize("at_once", [50, 64, 1 << 24])

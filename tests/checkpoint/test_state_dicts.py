@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import thinned
+from recipes import disturb, draw, states
 from resuming import assert_same
 from tiny import bert, gpt
 from torch import nn
@@ -38,16 +38,11 @@ class Tied(nn.Module):
         torch.manual_seed(seed)
         self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
         self.head.weight = self.embed.weight
-        self.register_buffer("table", torch.arange(6.0) + seed)
-        self.register_buffer("whole_table", self.table)
-        self.register_buffer("first_half", self.table[:3])
-        self.register_buffer("bits", self.table.view(torch.int32))
+        table = torch.arange(6.0) + seed
+        views = {"table": table, "whole_table": table, "first_half": table[:3], "bits": table.view(torch.int32)}
+        for name, tensor in {**views, "empty": torch.zeros(0), "also_empty": torch.zeros(0, 3)}.items():
+            self.register_buffer(name, tensor)
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
-        self.register_buffer("empty", torch.zeros(0))
-        self.register_buffer("also_empty", torch.zeros(0, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(x))
 
 
 def two_layers() -> nn.Sequential:
@@ -98,14 +93,13 @@ def test_load_weights_keeps_tied_tensors_and_memory(tmp_path: Path) -> None:
 
 
 def test_wrapped_models_have_the_names_of_the_bare_module() -> None:
-    names = list(two_layers().state_dict())
-    half = two_layers()
-    half[0] = torch.compile(half[0], backend="eager")  # type: ignore[assignment]
+    tensors = {name: torch.full_like(tensor, 0.5) for name, tensor in two_layers().state_dict().items()}
+    half: Any = two_layers()
+    half[0] = torch.compile(half[0], backend="eager")
     for model in (torch.compile(two_layers(), backend="eager"), half, nn.DataParallel(two_layers())):
-        assert list(state_dicts.model_tensors(model)) == names  # type: ignore[arg-type]
-        tensors = {name: torch.full_like(tensor, 0.5) for name, tensor in two_layers().state_dict().items()}
-        state_dicts.load_weights(model, tensors, "there")  # type: ignore[arg-type]
-        assert all((parameter == 0.5).all() for parameter in model.parameters())  # type: ignore[attr-defined]
+        assert list(state_dicts.model_tensors(model)) == list(tensors)
+        state_dicts.load_weights(model, tensors, "there")
+        assert all((parameter == 0.5).all() for parameter in model.parameters())
 
 
 def test_load_weights_converts_only_without_loss() -> None:
@@ -150,11 +144,9 @@ class Loading(Queue):
 @pytest.mark.parametrize("make", [Growing, Loading, lambda: nn.Sequential(Growing())], ids=["own", "all", "inner"])
 def test_load_weights_leaves_buffers_to_custom_loaders(make: Any) -> None:
     source, target = make(), make()
-    queues = [module for model in (source, target) for module in model.modules() if isinstance(module, Queue)]
-    queues[0].seen = torch.arange(3.0)
+    next(module for module in source.modules() if isinstance(module, Queue)).seen = torch.arange(3.0)
     state_dicts.load_weights(target, state_dicts.model_tensors(source), "there")
-    assert queues[1].seen.tolist() == [0.0, 1.0, 2.0]
-    assert queues[1].layer.weight.equal(queues[0].layer.weight)
+    assert_same(dict(target.state_dict()), dict(source.state_dict()))
 
 
 @pytest.mark.parametrize(
@@ -181,28 +173,29 @@ def test_load_weights_failure_leaves_the_model(model: Any, attribute: str, value
 def test_save_model_config_equals_save_pretrained(make: Any, dtype: Any, is_compiled: bool, tmp_path: Path) -> None:
     import transformers
 
-    model = make().to(dtype)
+    model, ours = make().to(dtype), tmp_path / "ours"
     before = model.config.to_dict()
     wrapped: Any = torch.compile(model, backend="eager") if is_compiled else model
-    model_files.save_model(wrapped, tmp_path / "ours", overwrite=False)
+    model_files.save_model(wrapped, ours, overwrite=False)
     assert model.config.to_dict() == before
     model.save_pretrained(tmp_path / "theirs")
-    for name in ("config.json", "generation_config.json"):
-        ours, theirs = (tmp_path / side / name for side in ("ours", "theirs"))
-        assert ours.exists() == theirs.exists()
-        if ours.exists():
-            assert json.loads(ours.read_text()) == json.loads(theirs.read_text())
-    loaded = type(model).from_pretrained(tmp_path / "ours")
+    configs, theirs = (
+        {path.name: json.loads(path.read_text()) for path in folder.glob("*.json")}
+        for folder in (ours, tmp_path / "theirs")
+    )
+    assert configs == theirs
+    loaded = type(model).from_pretrained(ours)
     assert loaded.dtype == dtype
     assert_same(dict(loaded.state_dict()), dict(model.state_dict()))
     family = type(model).__name__
-    assert type(transformers.AutoModel.from_pretrained(tmp_path / "ours")).__name__ == f"{family[:4]}Model"
-    assert json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"] == [family]
+    assert type(transformers.AutoModel.from_pretrained(ours)).__name__ == f"{family[:4]}Model"
+    assert configs["config.json"]["architectures"] == [family]
 
 
 def test_save_model_overwrites_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "model.safetensors"
     model_files.save_model(Tied(0), tmp_path, overwrite=False)
-    before = (tmp_path / "model.safetensors").read_bytes()
+    before = file.read_bytes()
     with pytest.raises(ConfigError, match=r"model.safetensors' already exists.*overwrite=True"):
         model_files.save_model(Tied(1), tmp_path, overwrite=False)
 
@@ -213,22 +206,19 @@ def test_save_model_overwrites_atomically(tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch, pytest.raises(OSError):  # noqa: PT012
         patch.setattr(model_files, "file_content", half_content)
         model_files.save_model(Tied(1), tmp_path, overwrite=True)
-    assert (tmp_path / "model.safetensors").read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert file.read_bytes() == before and [*tmp_path.iterdir()] == [file]
     model_files.save_model(Tied(1), tmp_path, overwrite=True)
-    assert (tmp_path / "model.safetensors").read_bytes() != before
+    assert file.read_bytes() != before
     with pytest.raises(ConfigError, match="it is a file"):
-        model_files.save_model(Tied(), tmp_path / "model.safetensors", overwrite=True)
+        model_files.save_model(Tied(), file, overwrite=True)
 
 
-def trained(make: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(make: Any) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     optimizer = make(model.parameters())
-    for _ in range(3):
-        model(torch.ones(4, 3)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for number in range(3):
+        step(model, optimizer, number)
     return model, optimizer
 
 
@@ -240,10 +230,6 @@ def saved(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str,
 def restore(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Any, rest: Any) -> dict[str, Any]:
     """Restore a state; return what the optimizer has for each parameter."""
     state_dicts.restore_optimizer(optimizer, model, tensors, rest, "there")
-    return by_name(optimizer, model)
-
-
-def by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
     return {name: dict(optimizer.state.get(parameter, {})) for name, parameter in model.named_parameters()}
 
 
@@ -326,8 +312,7 @@ def test_optimizer_is_restored_with_any_legal_options(kind: Any, dtype: torch.dt
             step(resumed, second, number)
         for name, parameter in straight.named_parameters():
             assert torch.equal(parameter, resumed.get_parameter(name)), (options, name)
-            entries, restored = first.state[parameter], second.state[resumed.get_parameter(name)]
-            assert list(restored) == list(entries), (options, name)
+            assert [*first.state[parameter]] == [*second.state[resumed.get_parameter(name)]], (options, name)
         count += 1
     assert count
 
@@ -335,7 +320,7 @@ def test_optimizer_is_restored_with_any_legal_options(kind: Any, dtype: torch.dt
 def test_restore_optimizer_handles_any_entries(tmp_path: Path) -> None:
     """Lists, entries of no parameter, other dtypes, and a learning rate that a schedule left slightly below zero."""
     model, optimizer = trained(OPTIMIZERS["SGD"])
-    optimizer.state[model[0].weight] |= {  # type: ignore[index]
+    optimizer.state[model[0].weight] |= {
         "factors": [torch.eye(2), {"power": torch.tensor([3.0])}, None],
         "wide": torch.full((2,), 1 / 3, dtype=torch.float64),
         "quantized": torch.tensor([200], dtype=torch.uint8),
@@ -346,8 +331,8 @@ def test_restore_optimizer_handles_any_entries(tmp_path: Path) -> None:
     tensor_files.save_tensors(tensors, tmp_path / "file")
     other, twin = trained(OPTIMIZERS["SGD"])
     entry = restore(twin, other, tensor_files.load_tensors(tmp_path / "file"), rest)["0.weight"]
-    assert_same(entry, dict(optimizer.state[model[0].weight]))  # type: ignore[index]
-    assert twin.state["steps"] == 3 and twin.state["mean"].tolist() == [1.0, 2.0]
+    assert_same(entry, dict(optimizer.state[model[0].weight]))
+    assert_same([twin.state["steps"], twin.state["mean"]], [3, torch.tensor([1.0, 2.0])])
     assert twin.param_groups[0]["lr"] == -1e-20
 
 
@@ -366,10 +351,9 @@ def test_restore_optimizer_keeps_the_implementation() -> None:
 
 def test_restore_optimizer_converts_only_without_loss() -> None:
     model, full = trained(OPTIMIZERS["AdamW"])
-    short, half = trained(OPTIMIZERS["AdamW"])
+    short, _ = trained(torch.optim.SGD)
     half = torch.optim.AdamW(short.bfloat16().parameters(), fused=True)
-    short(torch.ones(4, 3, dtype=torch.bfloat16)).sum().backward()
-    half.step()
+    step(short, half, 0)
     with pytest.raises(CheckpointError, match=r"torch.float32 there.*torch.bfloat16 in the optimizer"):
         restore(half, short, *saved(full, model))
     moments = restore(full, model, *saved(half, short))["0.weight"]
@@ -400,9 +384,8 @@ def test_restore_optimizer_does_not_step_custom_optimizers() -> None:
 
         def step(self, closure: Any = None) -> Any:
             Custom.steps += 1
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    self.state[parameter]["rows"] = torch.ones(parameter.shape[0])
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["rows"] = torch.ones(parameter.shape[0])
 
     model, optimizer = trained(Custom)
     tensors, rest = saved(optimizer, model)
@@ -440,26 +423,19 @@ def test_restore_optimizer_rejects_other_states() -> None:
 
 def test_random_states_are_restored_with_cached_numbers(tmp_path: Path) -> None:
     """Generators draw normal numbers in pairs, and cache the second."""
-
-    def draw() -> list[Any]:
-        return [torch.rand(2).tolist(), np.random.rand(), np.random.randn(), random.random(), random.gauss(0, 1)]
-
     cpu = torch.device("cpu")
-    np.random.randn()
-    random.gauss(0, 1)
-    torch.randn(1)
+    disturb()
     tensors, rest = state_dicts.rng_tensors(cpu)
     tensor_files.save_tensors(tensors, tmp_path / "file")
-    expected = [draw(), draw()]
+    before = states()
     draw()
     state_dicts.restore_rng_tensors(tensor_files.load_tensors(tmp_path / "file"), through_json(rest), cpu)
-    assert [draw(), draw()] == expected
+    assert states() == before
 
 
 texts = st.text("a\u00e4\U0001f600_\0", max_size=4)
-plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
-states = st.recursive(
-    plain,
+json_states = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
     lambda inner: (
         st.lists(inner)
         | st.lists(inner).map(tuple)
@@ -472,15 +448,12 @@ states = st.recursive(
 
 def shape_of(value: Any) -> Any:
     """Distinguish 1 from 1.0 and True, and a tuple from a list."""
-    if isinstance(value, (list, tuple)):
-        return type(value), [shape_of(entry) for entry in value]
-    if isinstance(value, dict):
-        return type(value), [(shape_of(key), shape_of(entry)) for key, entry in value.items()]
-    return type(value), value
+    entries = value.items() if isinstance(value, dict) else value
+    return type(value), [*map(shape_of, entries)] if isinstance(value, (list, tuple, dict)) else value
 
 
 @settings(max_examples=30)
-@given(states)
+@given(json_states)
 def test_to_json_preserves_any_state(value: Any) -> None:
     text = json.dumps(state_dicts.to_json(value, "state"), allow_nan=False)
     assert shape_of(state_dicts.from_json(json.loads(text))) == shape_of(value)
@@ -489,9 +462,8 @@ def test_to_json_preserves_any_state(value: Any) -> None:
 def test_to_json_converts_numbers_and_preserves_counters() -> None:
     value = {"a": np.float32(0.5), "b": torch.tensor(3), "c": Counter({2: 1, 4: 2}), "d": math.nan, "e": -math.inf}
     result = state_dicts.from_json(through_json(state_dicts.to_json(value, "state")))
-    assert (result["a"], result["b"]) == (0.5, 3) and type(result["b"]) is int
-    assert type(result["c"]) is Counter and result["c"] == {2: 1, 4: 2}
-    assert math.isnan(result["d"]) and result["e"] == -math.inf
+    assert type(result["b"]) is int and type(result["c"]) is Counter
+    assert_same(result, {"a": 0.5, "b": 3, "c": {2: 1, 4: 2}, "d": math.nan, "e": -math.inf})
 
 
 def test_unsavable_state_is_reported_by_name(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Objects with `state_dict` and `load_state_dict` that are no callbacks: optimizers, units, datasets, losses."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import TRAINERS, make_small
-from recipes import StopAt, fit, rows
-from resuming import Killed
+from recipes import StopAt, fit, rows, same
+from resuming import Cut, Killed, assert_same
 from torch import nn
 from torch.utils.data import Dataset, Subset, default_collate
 
@@ -18,7 +18,7 @@ from omnitrain import Algorithm, Callback, CheckpointError, ConfigError
 
 
 class Counter:
-    """Counts its calls, which change what it returns; the count is its state, one of it a tensor."""
+    """Counts its calls, which change what it returns; the count is its state, a part of it a tensor."""
 
     def __init__(self) -> None:
         self.calls, self.sums = 0, torch.zeros(2)
@@ -85,18 +85,15 @@ class Lookahead(torch.optim.SGD):
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, lr=lr, momentum=0.9)
-        self.slow = [parameter.detach().clone() for group in self.param_groups for parameter in group["params"]]
-        self.count = 0
+        self.fast = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.slow, self.count = [parameter.detach().clone() for parameter in self.fast], 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         super().step()
         self.count += 1
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for slow, parameter in zip(self.slow, parameters, strict=True):
-            if self.count % 2 == 0:
-                slow.lerp_(parameter, 0.5)
-                parameter.copy_(slow)
+        for slow, parameter in zip(self.slow, self.fast, strict=True) if self.count % 2 == 0 else ():
+            parameter.copy_(slow.lerp_(parameter, 0.5))
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "slow": dict(enumerate(self.slow)), "count": self.count}
@@ -126,15 +123,9 @@ def build(kind: str, part: str | None, save_dir: Path | None = None, **options: 
     model = nn.Linear(4, 1)
     defaults: dict[str, Any] = {
         "data": rows(24, torch.float32), "max_steps": 8, "learning_rate": 0.05, "optimizer": "torch.optim.SGD",
-        "save_steps": 2 if save_dir else None,
+        "save_steps": 2 if save_dir else None, **(PARTS[part](model) if part else {}),
     }  # fmt: skip
-    parts = PARTS[part](model) if part else {}
-    return make_small(kind, model, save_dir=save_dir, **{**defaults, **parts, **options})
-
-
-def end_of(trainer: Any, **arguments: Any) -> list[torch.Tensor]:
-    trainer.train(**arguments)
-    return [weight.detach().clone() for weight in trainer.model.parameters()]
+    return make_small(kind, model, save_dir=save_dir, **{**defaults, **options})
 
 
 class Noting(Counter, Callback):
@@ -170,7 +161,7 @@ class Model(nn.Module):
         self.calls = state
 
 
-def train_everything(kind: str, folder: Path | None = None, stop: int = 0, **arguments: Any) -> dict[str, Any]:
+def train_everything(kind: str, folder: Path | None = None, *callbacks: Callback, **arguments: Any) -> dict[str, Any]:
     """Train with all that has a state by the documentation; return the states at the end by their names there."""
     torch.manual_seed(0)
     model = Model()
@@ -179,8 +170,7 @@ def train_everything(kind: str, folder: Path | None = None, stop: int = 0, **arg
     trainer = make_small(
         kind, model, data, **parts, loss_fn=None, eval_dataset=rows(8, torch.float32), eval_steps=2, max_steps=8,
         optimizer=Lookahead, learning_rate=0.05, lr_scheduler="cosine", save_dir=folder, algorithms=[scaled],
-        save_steps=1 if folder else None, load_best_at_end=False,
-        callbacks=[noting, *([KillAt(stop)] if stop else [])],
+        save_steps=1 if folder else None, load_best_at_end=False, callbacks=[noting, *callbacks],
     )  # fmt: skip
     trainer.train(**arguments)
     counters = {**parts, "train_dataset": data, "callbacks": noting, "algorithms": scaled}
@@ -193,35 +183,13 @@ def train_everything(kind: str, folder: Path | None = None, stop: int = 0, **arg
     }
 
 
-class KillAt(Callback):
-    """Ends the run as the end of its process would: after a step, and before it is saved."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == self.step:
-            raise Killed
-
-
-def as_lists(value: Any) -> Any:
-    """Return a state with its tensors as lists."""
-    if isinstance(value, Mapping):
-        return {str(name): as_lists(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_lists(entry) for entry in value]
-    return value.tolist() if isinstance(value, torch.Tensor) else value
-
-
 @pytest.mark.parametrize(("source", "target"), [("native", "hf"), ("hf", "accelerate"), ("accelerate", "native")])
 def test_states_of_the_table_survive_a_kill_and_a_move(source: str, target: str, tmp_path: Path) -> None:
     """To the bit: all that the documentation lists."""
     expected = train_everything(target)
     with pytest.raises(Killed):
-        train_everything(source, tmp_path, stop=5)
-    states = train_everything(target, tmp_path, resume_from="auto")
-    for name, value in expected.items():
-        assert as_lists(states[name]) == as_lists(value), name
+        train_everything(source, tmp_path, Cut("kill", 5))
+    assert_same(train_everything(target, tmp_path, resume_from="auto"), expected)
     text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     table = text.partition("## What a state is")[2].partition("\n## ")[0]
     listed = {name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)}
@@ -232,26 +200,23 @@ def test_states_of_the_table_survive_a_kill_and_a_move(source: str, target: str,
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_state_of_parts_survives_a_resume(kind: str, part: str, tmp_path: Path) -> None:
     """On the next trainer, too, bit for bit, and evaluations leave it unchanged."""
-    straight = end_of(build(kind, part))
-    folder, data = tmp_path / "run", rows(8, torch.float32)
-    evaluations = {"eval_dataset": data, "eval_steps": 3, "load_best_at_end": False}
-    if part in ("module", "loss"):  # they run in evaluations, too, and handle these themselves
-        evaluations = {}
-    end_of(build(kind, part, folder, callbacks=[StopAt(5)], **evaluations))
-    if kind == "native":
-        kind = "hf"
-    resumed = end_of(build(kind, part, folder, **evaluations), resume_from="auto")
-    assert all(map(torch.equal, straight, resumed))
+    evaluations: dict[str, Any] = {}
+    if part == "subset":  # the others run in evaluations, too, and handle these themselves
+        evaluations = {"eval_dataset": rows(8, torch.float32), "eval_steps": 3, "load_best_at_end": False}
+    straight = fit(build(kind, part))
+    build(kind, part, tmp_path, callbacks=[StopAt(5)], **evaluations).train()
+    resumed = fit(build("hf" if kind == "native" else kind, part, tmp_path, **evaluations), resume_from="auto")
+    assert same(resumed.model.parameters(), straight.model.parameters())
 
 
 def test_states_that_cannot_be_saved_are_an_error(tmp_path: Path) -> None:
     """Before the first step, and nothing is written."""
     with pytest.raises(ConfigError, match=r"`data_collator` \(Collate\) has a state_dict\(\), and num_workers=1"):
-        build("native", None, tmp_path / "run", data_collator=Collate(), num_workers=1).train()
+        build("native", None, tmp_path, data_collator=Collate(), num_workers=1).train()
     with pytest.raises(CheckpointError, match=r"`optimizer` \(Loose\) has a state_dict\(\) with 'base', 'slow'"):
-        build("native", None, tmp_path / "run", optimizer=Loose).train()
-    assert not list(tmp_path.glob("run/checkpoint*"))
-    assert end_of(build("native", None, optimizer=Loose))  # without checkpoints it is nobody's business
+        build("native", None, tmp_path, optimizer=Loose).train()
+    assert not list(tmp_path.glob("checkpoint*"))
+    build("native", None, optimizer=Loose).train()  # without checkpoints it is nobody's business
 
 
 @pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step:UserWarning")

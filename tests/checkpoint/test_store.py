@@ -1,21 +1,20 @@
 """Checkpoint folders under kills, full disks, damage and moves; and retention."""
 
 import contextlib
-import errno
 import hashlib
 import itertools
 import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import programs
 import pytest
 from disks import FaultyDisk, cut_power, end_process, fail_once
-from forging import content_of, save_files, seal
+from forging import content_of, save_files, seal, spoil
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import thinned
@@ -35,7 +34,7 @@ SAVES = [(10, 3.0, True), (20, 9.0, True), (20, 9.0, True), (30, None, False), (
 FILES_OF_RUN = ["optimizer/shard-00001.safetensors", "rng.json"]
 
 
-def save(store: Store, *numbers: int) -> None:
+def save(store: Store, *numbers: int) -> Store:
     """Do these saves (from 1) of SAVES, and prune after each."""
     for number in numbers:
         step, score, best = SAVES[number - 1]
@@ -48,6 +47,7 @@ def save(store: Store, *numbers: int) -> None:
 
         save_files(store, step, write, {"number": number}, score, best)
         prune(store, 2)
+    return store
 
 
 def save_steps(store: Store, *steps: int, details: Any = ()) -> None:
@@ -70,8 +70,12 @@ def number_of(result: tuple[Path, dict[str, Any]] | None) -> int:
     return content["number"]
 
 
-def names_of(paths: list[Path]) -> list[str]:
-    return [path.name for path in paths]
+def name_of(store: Store, which: Any) -> str:
+    return store.resolve(which)[0].name  # type: ignore[index]
+
+
+def steps_in(store: Store) -> list[int]:
+    return [int(path.name.removeprefix("checkpoint-")) for path in store.checkpoints()]
 
 
 @pytest.fixture
@@ -98,21 +102,16 @@ def test_store_keeps_checkpoints_at_a_write_error(run: Path) -> None:
     assert at > 50
 
 
-def test_leftovers_that_cannot_be_removed_give_a_warning(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Stuck(FileSystem):
-        def remove(self, path: Path) -> None:
-            raise PermissionError(path)
-
-    save_steps(Store(run), 10)
-    (run / "checkpoint-20.tmp").mkdir()
-    save_steps(Store(run, Stuck()), 30)
+def test_leftovers_that_cannot_be_removed_give_a_warning(run: Path, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr(FileSystem, "remove", Mock(side_effect=PermissionError))
+    (run / "checkpoint-20.tmp").mkdir(parents=True)
+    save_steps(Store(run), 30)
     assert "Cannot clear" in caplog.text and "checkpoint-20.tmp" in caplog.text
 
 
 def test_store_syncs_before_it_renames(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FaultyDisk(run)
-    store = Store(run, disk)
-    save(store, 1)
+    save(Store(run, disk), 1)
     renamed = next(n for n, (kind, path) in enumerate(disk.operations) if kind == "rename" and path.suffix == ".tmp")
     folder = disk.operations[renamed][1]
     files = {kind: [path for what, path in disk.operations[:renamed] if what == kind] for kind in ("sync", "write")}
@@ -126,31 +125,34 @@ def test_store_syncs_before_it_renames(run: Path, monkeypatch: pytest.MonkeyPatc
     assert {path.stat().st_ino for path in run.rglob("*")} | {run.stat().st_ino} <= set(synced)
 
 
-def damages(data: bytes, every: int) -> Iterator[bytes | None]:
-    """Yield a file's content after a deletion (None), truncations, an addition and bit flips."""
-    yield from (None, b"", data[:-1], data + b"\0")
-    for index in range(0, len(data), every):
-        yield data[:index] + bytes([data[index] ^ (1 << index % 8)]) + data[index + 1 :]
-
-
 @pytest.mark.parametrize("every", thinned([1, 19], [19]))
 def test_resolve_detects_any_damage(run: Path, every: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Another kind of file, a deletion (None), truncations, an addition and bit flips."""
     save(Store(run), 1, 2)
     newest, count = run / "checkpoint-20", 0
     for file in sorted(path for path in newest.rglob("*") if path.is_file()):
-        name, data = file.relative_to(newest).as_posix(), file.read_bytes()
-        for damaged in damages(data, every):
-            file.unlink() if damaged is None else file.write_bytes(damaged)
+        name, data = repr(file.relative_to(newest).as_posix()), file.read_bytes()
+        flips = [data[:i] + bytes([data[i] ^ (1 << i % 8)]) + data[i + 1 :] for i in range(0, len(data), every)]
+        for damaged in ("folder", "pipe", "device", "dangling", None, b"", data[:-1], data + b"\0", *flips):
+            if isinstance(damaged, str):
+                spoil(file, damaged)
+            elif damaged is None:
+                file.unlink()
+            else:
+                file.write_bytes(damaged)
             for which in ("last", "best", newest):
-                with pytest.raises(CheckpointError, match=r"checkpoint-20.*is (damaged|incomplete)") as caught:
+                with pytest.raises(
+                    CheckpointError, match=r"checkpoint-20.*(damaged|incomplete|cannot be read)"
+                ) as caught:
                     Store(run).resolve(which)
-                assert repr(name) in str(caught.value)
+                assert name in str(caught.value)
                 assert "The newest complete one is 'checkpoint-10'." in str(caught.value)
             caplog.clear()
             assert number_of(Store(run).resolve("auto")) == 1
-            assert repr(name) in caplog.text and "Using 'checkpoint-10' instead" in caplog.text
+            assert name in caplog.text and "Using 'checkpoint-10' instead" in caplog.text
+            file.rmdir() if damaged == "folder" else file.unlink(missing_ok=True)
+            file.write_bytes(data)
             count += 1
-        file.write_bytes(data)
     assert number_of(Store(run).resolve("auto")) == 2
     assert count > 500 // every
 
@@ -183,13 +185,8 @@ def test_verify_of_sizes_does_not_read_files(run: Path) -> None:
     assert Store(run).checkpoint_infos() == []
 
 
-def test_pointers_are_links_or_text_files(run: Path) -> None:
-    class Plain(FileSystem):
-        def link(self, path: Path, name: str) -> None:
-            raise OSError(errno.EPERM, "Operation not permitted")
-
-    store = Store(run)
-    save(store, 1, 2, 4)
+def test_pointers_are_links_or_text_files(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = save(Store(run), 1, 2, 4)
     assert (os.readlink(run / "last"), os.readlink(run / "best")) == ("checkpoint-30", "checkpoint-20")
     for which in ("last", run / "last", f"{run}/last/"):
         assert number_of(store.resolve(which)) == 4
@@ -197,29 +194,32 @@ def test_pointers_are_links_or_text_files(run: Path) -> None:
         assert number_of(store.resolve(which)) == 2
     assert number_of(Store(run.parent / "another run").resolve(run / "last")) == 4
     shutil.rmtree(run)
-    for number, fs in ((1, Plain()), (2, None), (4, Plain())):
-        save(Store(run, fs), number)
+    for number in (1, 2, 4):
+        with monkeypatch.context() as patch:
+            if number != 2:
+                patch.setattr(FileSystem, "link", Mock(side_effect=PermissionError))
+            save(Store(run), number)
     assert (run / "last").read_text() == "checkpoint-30\n" and (run / "best").is_symlink()
     assert number_of(Store(run).resolve("last")) == 4 and number_of(Store(run).resolve("best")) == 2
 
 
-def test_pointer_elsewhere_is_ignored_and_replaced(run: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["/etc", "../other/checkpoint-10", "checkpoint-10.tmp", "last", "..", "a pipe", "a copy"]
+)
+def test_pointer_elsewhere_is_ignored_and_replaced(name: str, run: Path) -> None:
     save(Store(run.with_name("other")), 1, 2)
-    for name in ("/etc", "../other/checkpoint-10", "checkpoint-10.tmp", "last", "..", "a pipe", "a copy"):
-        store = Store(run)
-        save(store, 1, 2)
-        (run / "last").unlink()
-        if name == "a pipe":
-            os.mkfifo(run / "last")
-        elif name == "a copy":  # one that followed the links
-            shutil.copytree(run / "checkpoint-20", run / "last")
-        else:
-            (run / "last").symlink_to(name)
-        assert number_of(store.resolve("last")) == 2, name
-        assert name == "a copy" or store.resolve(run / "last")[0] == run / "checkpoint-20"  # type: ignore[index]
-        save(store, 4)
-        assert os.readlink(run / "last") == "checkpoint-30"
-        shutil.rmtree(run)
+    store = save(Store(run), 1, 2)
+    (run / "last").unlink()
+    if name == "a pipe":
+        os.mkfifo(run / "last")
+    elif name == "a copy":  # one that followed the links
+        shutil.copytree(run / "checkpoint-20", run / "last")
+    else:
+        (run / "last").symlink_to(name)
+    assert number_of(store.resolve("last")) == 2
+    assert name == "a copy" or store.resolve(run / "last")[0] == run / "checkpoint-20"  # type: ignore[index]
+    save(store, 4)
+    assert os.readlink(run / "last") == "checkpoint-30"
 
 
 def test_manifest_that_is_damaged_or_forged_is_rejected(run: Path) -> None:
@@ -246,11 +246,9 @@ def test_failed_save_leaves_nothing(run: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half")
         raise ZeroDivisionError
 
-    def link(folder: Path) -> None:
-        (folder / "model").symlink_to("/etc/hostname")
-
-    cases: list[Any] = [(write_half, {}, "^$"), (link, {}, "is not a regular file")]
-    cases += [(Path.exists, {"callbacks": {"Mine": {"seen": {3, 4}}}}, "JSON cannot hold: Object of type set")]
+    unsavable = {"callbacks": {"Mine": {"seen": {3, 4}}}}
+    cases: list[Any] = [(write_half, {}, "^$"), (Path.exists, unsavable, "JSON cannot hold: Object of type set")]
+    cases += [(lambda folder: (folder / "model").symlink_to("/etc/hostname"), {}, "is not a regular file")]
     for write, payload, message in cases:
         with pytest.raises((CheckpointError, ZeroDivisionError), match=message):
             save_files(Store(run), 10, write, payload)
@@ -258,13 +256,11 @@ def test_failed_save_leaves_nothing(run: Path) -> None:
 
 
 def test_payload_is_read_back_unchanged(run: Path) -> None:
-    progress = {"step": 10, "seconds": 0.1 + 0.2}
-    payload = {"progress": progress, "name": "Prüfung \U0001f600", "none": None, "e": [1, 1.5]}
+    payload = {"progress": {"step": 10, "seconds": 0.1 + 0.2}, "name": "Prüfung \U0001f600", "e": [1, 1.5, None]}
     assert Store(run).newest_size() is None
     path = save_files(Store(run), 10, lambda folder: (folder / "a").write_text("abc"), payload, float("nan"))
     content = Store(run).verify(path)
-    assert {key: content[key] for key in payload} == payload
-    assert content["score"] is None
+    assert {key: content[key] for key in payload} == payload and content["score"] is None
     assert Store(run).newest_size() == sum(file.stat().st_size for file in path.iterdir())
 
 
@@ -273,23 +269,17 @@ def test_payload_is_read_back_unchanged(run: Path) -> None:
 
 def test_foreign_folders_are_left_unchanged(run: Path) -> None:
     names = ["checkpoint-0500", "checkpoint-00010", "checkpoint-abc", "checkpoint-1-backup", "wandb", "tmp.tmp"]
-    for name in names:
-        (run / name).mkdir(parents=True)
-        (run / name / "keep.txt").write_text("mine")
-        (run / name / MANIFEST).write_text("{}")
-    (run / "checkpoint-99").write_text("a file")
-    (run / "metrics.jsonl").write_text("{}")
-    (run / "checkpoint-98").mkdir()
-    (run / "checkpoint-98" / "trainer_state.json").write_text("another tool's")
+    files = {f"{name}/{file}": "{}" for name in names for file in (MANIFEST, "keep.txt")}
+    files |= {"checkpoint-99": "a file", "checkpoint-98/trainer_state.json": "another tool's"}
+    for name, text in files.items():
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text(text)
     store = Store(run)
     assert store.checkpoints() == [] and prune(store, 1) == []
     save(store, *range(1, len(SAVES) + 1))
     (run / "checkpoint-50" / "trainer_state.json").write_text("another tool's")
-    assert number_of(store.resolve("last")) == 6
-    assert names_of(store.checkpoints()) == ["checkpoint-40", "checkpoint-50"]
-    assert all((run / name / "keep.txt").read_text() == "mine" for name in names)
-    assert (run / "checkpoint-99").read_text() == "a file"
-    assert (run / "checkpoint-98" / "trainer_state.json").exists()
+    assert number_of(store.resolve("last")) == 6 and steps_in(store) == [40, 50]
+    assert {name: (run / name).read_text() for name in files} == files
 
 
 def test_foreign_folder_with_a_checkpoint_name_is_renamed(run: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -304,15 +294,14 @@ def test_foreign_folder_with_a_checkpoint_name_is_renamed(run: Path, caplog: pyt
 
 
 def test_steps_are_ordered_as_numbers_not_by_file_times(run: Path) -> None:
-    store, steps = Store(run), (7, 42, 999_999, 1_000_000, 12_345_678)
+    store, steps = Store(run), [7, 42, 999_999, 1_000_000, 12_345_678]
     save_steps(store, *steps)
-    names = [f"checkpoint-{step}" for step in steps]
     for age, path in enumerate(store.checkpoints()):
         for file in (path, path / MANIFEST):
             os.utime(file, (1e9 - age, 1e9 - age))
-    assert names_of(store.checkpoints()) == names
-    assert Store(run).resolve("auto")[0].name == names[-1]  # type: ignore[index]
-    assert prune(Store(run), 2) == list(steps[:3])
+    assert steps_in(store) == steps
+    assert name_of(Store(run), "auto") == f"checkpoint-{steps[-1]}"
+    assert prune(Store(run), 2) == steps[:3]
 
 
 def test_newest_is_the_last_saved_after_going_back(run: Path) -> None:
@@ -321,9 +310,8 @@ def test_newest_is_the_last_saved_after_going_back(run: Path) -> None:
         save_steps(store, step, details=(step, True))
     save_steps(store, 150)
     prune(store, 1)
-    assert names_of(store.checkpoints()) == ["checkpoint-150", "checkpoint-300"]
-    for which in ("auto", "last"):
-        assert store.resolve(which)[0].name == "checkpoint-150"  # type: ignore[index]
+    assert steps_in(store) == [150, 300]
+    assert name_of(store, "auto") == name_of(store, "last") == "checkpoint-150"
 
 
 def test_renamed_copy_of_a_checkpoint_does_not_count(run: Path) -> None:
@@ -340,19 +328,18 @@ def test_checkpoint_renamed_to_old_before_a_kill_is_found(run: Path) -> None:
     (run / "checkpoint-10").rename(run / "checkpoint-10.old")
     for which in ("auto", "last", "best", run / "checkpoint-10", "checkpoint-10"):
         assert number_of(Store(run).resolve(which)) == 1
-    save(Store(run), 2)
-    assert names_of(Store(run).checkpoints()) == ["checkpoint-10", "checkpoint-20"]
+    assert steps_in(save(Store(run), 2)) == [10, 20]
 
 
 def test_several_processes_write_one_checkpoint(run: Path) -> None:
     store, other = Store(run), Store(run)
     with store.saving(10) as folder:  # whose name the others are sent
         (folder / "optimizer").mkdir()
-        (folder / "optimizer" / "rank-1").write_bytes(b"1")
-        (folder / "optimizer" / "rank-0").write_bytes(b"0")
+        for rank in (1, 0):
+            (folder / "optimizer" / f"rank-{rank}").write_text(f"{rank}")
         assert other.resolve("auto") is None
         content = other.verify(store.commit(10, folder, {"world_size": 2}))
-    assert content["files"]["optimizer/rank-1"] == {"size": 1, "sha256": hashlib.sha256(b"1").hexdigest()}
+    assert content["files"]["optimizer/rank-1"] == entry_of("1")
     assert not list(run.glob("*.tmp"))
 
 
@@ -378,19 +365,16 @@ def test_writers_that_alternate_see_each_other(run: Path) -> None:
 
 def test_changes_by_hand_are_seen_by_the_next_save(run: Path, caplog: Any) -> None:
     store = Store(run)
-    store.acquire()
-    save_steps(store, 10, 20)
-    shutil.rmtree(run / "checkpoint-10")
-    shutil.copytree(run / "checkpoint-20", run / "checkpoint-15")  # which is step 20
-    store.path(5).mkdir()
-    save_steps(store, 30)
-    assert prune(store, 2) == []
-    save_steps(store, 40)
-    assert prune(store, 2) == [20]
-    store.lock.release()
-    assert sorted(path.name for path in run.iterdir()) == [
-        *(f"checkpoint-{step}" for step in (15, 30, 40, 5)), "last",
-    ]  # fmt: skip
+    with store.lock.hold():
+        save_steps(store, 10, 20)
+        shutil.rmtree(run / "checkpoint-10")
+        shutil.copytree(run / "checkpoint-20", run / "checkpoint-15")  # which is step 20
+        store.path(5).mkdir()
+        save_steps(store, 30)
+        assert prune(store, 2) == []
+        save_steps(store, 40)
+        assert prune(store, 2) == [20]
+    assert sorted(os.listdir(run)) == [*(f"checkpoint-{step}" for step in (15, 30, 40, 5)), "last"]
     assert not caplog.records
 
 
@@ -427,13 +411,12 @@ def test_prune_ignores_and_keeps_damaged_checkpoints(run: Path, caplog: pytest.L
         assert prune(store, 1) == []
     save_steps(store, 20, 30)
     (run / "checkpoint-30" / "a").unlink()
-    assert prune(store, 1) == [10]
-    assert (run / "checkpoint-30").exists()
+    assert prune(store, 1) == [10] and (run / "checkpoint-30").exists()
     save_steps(store, 40)
     (run / "checkpoint-40" / "a").write_bytes(b"xyz")
     assert prune(Store(run), 1) == []
     assert "no remaining checkpoint would be undamaged" in caplog.text
-    assert Store(run).resolve("auto")[0].name == "checkpoint-20"  # type: ignore[index]
+    assert name_of(Store(run), "auto") == "checkpoint-20"
 
 
 @pytest.mark.parametrize("fault", [end_process, cut_power])
@@ -447,12 +430,11 @@ def test_reduced_checkpoints_survive_a_kill(run: Path, fault: Any) -> None:
         with store.lock.hold(), contextlib.suppress(Killed):
             store.keep_only_weights()
         left = Store(root)
-        for path in left.checkpoints():
-            content = left.verify(path)
-            is_reduced = content.get("only_model", False)
-            assert sorted(content["files"]) == ["model.safetensors", *([] if is_reduced else FILES_OF_RUN)]
-            assert number_of((path, content))
-        assert not left.verify(left.path(40)).get("only_model")
+        contents = [left.verify(path) for path in left.checkpoints()]
+        for path, content in zip(left.checkpoints(), contents, strict=True):
+            rest = [] if content.get("only_model") else FILES_OF_RUN
+            assert sorted(content["files"]) == ["model.safetensors", *rest] and number_of((path, content))
+        assert not contents[-1].get("only_model")
         with left.lock.hold():
             left.keep_only_weights()
             left.keep_only_weights()
@@ -465,8 +447,8 @@ def test_reduced_checkpoints_survive_a_kill(run: Path, fault: Any) -> None:
 
 def test_only_damaged_newest_checkpoint_reduces_none(run: Path) -> None:
     save(Store(run), 1, 2)
-    (Store(run).path(20) / "rng.json").write_bytes(b"()")
     store = Store(run)
+    (store.path(20) / "rng.json").write_bytes(b"()")
     with store.lock.hold():
         store.keep_only_weights()
     assert sorted(store.verify(store.path(10))["files"]) == ["model.safetensors", *FILES_OF_RUN]

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from counting import Streamed
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from omnitrain import ConfigError, TrainHook
 from omnitrain.cli.main import main
 from omnitrain.config.configuration import Config
 from omnitrain.config.plain_yaml import write
-from omnitrain.config.reading import read
 from omnitrain.contrib import nnscaler
 from omnitrain.contrib.nnscaler import convert, make_loader, of_value
 
@@ -58,22 +58,14 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
     """Rows of numbers, and a target for each."""
 
     def __init__(self, dim: int = 4, size: int = 12) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.data = torch.randn(size, dim, generator=generator, dtype=torch.float64)
+        self.data = torch.randn(size, dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         self.target = self.data.sum(1, keepdim=True)
 
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: Any) -> dict[str, torch.Tensor]:
         return {"data": self.data[index], "target": self.target[index]}
-
-
-class Stream(IterableDataset[int]):
-    """A few numbers."""
-
-    def __iter__(self) -> Any:
-        return iter(range(6))
 
 
 class Backwards(DistributedSampler[Any]):
@@ -293,12 +285,11 @@ def test_convert_evaluation_intervals(values: dict[str, Any], expected: Any) -> 
 def test_convert_reports_launcher_and_missed_evaluations() -> None:
     assert "omnitrain launch --fsdp" in notes_of(compute_config={"plan_ngpus": 1, "use_zero": True})
     assert "omnitrain launch -n 4" in notes_of(compute_config={"plan_ngpus": 1, "runtime_ngpus": 4})
-    values = {**PLAIN, "dataset": {"type": "my.Rows", "val_args": {"size": 1}}, "val_every_n_epochs": 1}
-    _, notes = convert({**values, "checkpoint": {"every_n_train_steps": 7}, "val_every_n_train_steps": 5})
+    values = {"dataset": {"type": "my.Rows", "val_args": {"size": 1}}, "val_every_n_epochs": 1}
+    notes = notes_of(**values, checkpoint={"every_n_train_steps": 7}, val_every_n_train_steps=5)
     for missed in ("every 5 steps as well", "every 1 epochs as well"):
-        assert any(f"{missed}. Evaluations have one interval, here 7 steps" in note for note in notes)
-    _, notes = convert({**values, "checkpoint": {"every_n_epochs": 2}})
-    assert not any("as well" in note for note in notes)
+        assert f"{missed}. Evaluations have one interval, here 7 steps" in notes
+    assert "as well" not in notes_of(**values, checkpoint={"every_n_epochs": 2})
 
 
 def test_convert_loaders_of_custom_samplers_and_collators() -> None:
@@ -306,8 +297,8 @@ def test_convert_loaders_of_custom_samplers_and_collators() -> None:
     for values in (sampler, {"dataloader": {"train_args": {"timeout": 5}}}):
         loader = trainer_of(**values)["train_loader"]["init_args"]["loader"]
         assert loader == {"import_path": "torch.utils.data.DataLoader"} and "takes every n-th" in notes_of(**values)
-    dataset, arguments = {"type": "my.Rows", "val_args": {"size": 4}}, {"collate_fn": "my.one"}
-    trainer = trainer_of(dataset=dataset, dataloader={"train_args": arguments, "val_args": {"collate_fn": "my.two"}})
+    dataset, collators = {"type": "my.Rows", "val_args": {"size": 4}}, {"collate_fn": "my.one"}
+    trainer = trainer_of(dataset=dataset, dataloader={"train_args": collators, "val_args": {"collate_fn": "my.two"}})
     assert trainer["data_collator"] == {"import_path": "my.one"}
     assert trainer["eval_loader"]["init_args"]["collate_fn"] == {"import_path": "my.two"}
     trainer = trainer_of(dataset=dataset, dataloader={"type": "my.Loader"})
@@ -315,13 +306,14 @@ def test_convert_loaders_of_custom_samplers_and_collators() -> None:
 
 
 def test_make_loader_keeps_sampler_order() -> None:
-    loader = make_loader(DataLoader, [10, 11, 12, 13], 2, Backwards, {"step": 1})
-    assert [batch.tolist() for batch in loader] == [[13, 12], [11, 10]]
-    plain = make_loader(DataLoader, [10, 11, 12], 2, sampler_args={"shuffle": False}, drop_last=True)
-    assert [batch.tolist() for batch in plain] == [[10, 11]]
-    assert [batch.tolist() for batch in make_loader(DataLoader, Stream(), 3)] == [[0, 1, 2], [3, 4, 5]]
+    def batches(data: Any, size: int, *args: Any, **options: Any) -> list[Any]:
+        return [batch.tolist() for batch in make_loader(DataLoader, data, size, *args, **options)]
+
+    assert batches([10, 11, 12, 13], 2, Backwards, {"step": 1}) == [[13, 12], [11, 10]]
+    assert batches([10, 11, 12], 2, sampler_args={"shuffle": False}, drop_last=True) == [[10, 11]]
+    assert batches(Streamed(range(6)), 3) == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(ConfigError, match="no effect on Stream"):
-        make_loader(DataLoader, Stream(), 3, Backwards)
+        make_loader(DataLoader, Streamed(range(6)), 3, Backwards)
     assert of_value(Path, "runs") == Path("runs")
 
 
@@ -344,25 +336,17 @@ def test_convert_every_hook() -> None:
 
 
 def test_convert_references_to_vars() -> None:
-    config, _ = convert(
-        {
-            **PLAIN,
-            "vars": {"dim": 16, "rate": "1e-3", "double": "$(vars.dim)", "name": "a", "shape": {"dim": 3},
-                     "tokens": {"__type": "my.Tokens"}},
-            **model_of(dim="$(vars.dim)", shape="$(vars.shape)", tokens="$!(vars.tokens)"),
-            "checkpoint": {"save_dir": "runs/$(vars.name)/x"},
-            "max_epochs": "$(vars.dim)",
-        }
-    )  # fmt: skip
-    assert config["vars"] == {
-        "dim": 16, "rate": 0.001, "double": "${vars.dim}", "name": "a", "shape": {"dim": 3},
-        "tokens": {"class_path": "my.Tokens"},
+    values = {
+        "vars": {"dim": 16, "rate": "1e-3", "double": "$(vars.dim)", "name": "a", "shape": {"dim": 3},
+                 "tokens": {"__type": "my.Tokens"}},
+        **model_of(dim="$(vars.dim)", shape="$(vars.shape)", tokens="$!(vars.tokens)"),
+        "checkpoint": {"save_dir": "runs/$(vars.name)/x"}, "max_epochs": "$(vars.dim)",
     }  # fmt: skip
-    trainer = config["trainer"]
-    assert trainer["model"]["init_args"] == {
-        "dim": "${vars.dim}", "shape": "${vars.shape}", "tokens": "${vars.tokens}",
-    }  # fmt: skip
-    assert (trainer["save_dir"], trainer["epochs"]) == ("runs/${vars.name}/x", "${vars.dim}")
+    config, _ = convert({**PLAIN, **values})
+    changed = {"rate": 0.001, "double": "${vars.dim}", "tokens": {"class_path": "my.Tokens"}}
+    assert config["vars"] == {**values["vars"], **changed}
+    assert config["trainer"]["model"]["init_args"] == {name: f"${{vars.{name}}}" for name in ("dim", "shape", "tokens")}
+    assert (config["trainer"]["save_dir"], config["trainer"]["epochs"]) == ("runs/${vars.name}/x", "${vars.dim}")
 
 
 CIRCLE = {"vars": {"a": "$(vars.b)", "b": "$(vars.a)"}}
@@ -450,41 +434,33 @@ def test_other_commands_name_convert(command: list[str], extra: dict[str, Any], 
 
 
 def test_converted_run_equals_nnscaler_loop(tmp_path: Path) -> None:
-    file = f"""
-        compute_config: {{plan_ngpus: 1, runtime_ngpus: 1, use_end2end: true}}
-        vars: {{dim: 4, size: 12}}
-        micro_batch_size: 2
-        global_batch_size: 4
-        max_epochs: 3
-        model: {{type: HERE.Net, args: {{dim: $(vars.dim)}}}}
-        optimizer: {{type: torch.optim.SGD, args: {{lr: 1e-1, momentum: 0.9}}, clip_gnorm: 0.5}}
-        lr_scheduler: {{type: torch.optim.lr_scheduler.StepLR, args: {{step_size: 1, gamma: 0.5}}}}
-        dataset: {{type: HERE.Rows, train_args: {{size: $(vars.size)}}, val_args: {{size: 6}}}}
-        dataset_sampler: {{train_args: {{shuffle: false}}}}
-        checkpoint: {{save_dir: {tmp_path}/runs, keep_last_n_checkpoints: 1}}
-        enable_progress_bar: false
-    """
-    source, target = tmp_path / "nnscaler.yaml", tmp_path / "ours.yaml"
-    source.write_text(textwrap.dedent(file).replace("HERE", __name__))
-    target.write_text(write(convert(read(source).values)[0]))
-    trainer = Config.read(target).make_trainer()
+    values = {
+        "compute_config": {"plan_ngpus": 1, "runtime_ngpus": 1, "use_end2end": True}, "vars": {"dim": 4, "size": 12},
+        "micro_batch_size": 2, "global_batch_size": 4, "max_epochs": 3,
+        "model": {"type": f"{__name__}.Net", "args": {"dim": "$(vars.dim)"}},
+        **optimizer(args={"lr": "1e-1", "momentum": 0.9}, clip_gnorm=0.5),
+        "lr_scheduler": {"type": STEPS["type"], "args": {"step_size": 1, "gamma": 0.5}},
+        "dataset": {"type": f"{__name__}.Rows", "train_args": {"size": "$(vars.size)"}, "val_args": {"size": 6}},
+        "dataset_sampler": {"train_args": {"shuffle": False}}, "enable_progress_bar": False,
+        "checkpoint": {"save_dir": f"{tmp_path}/runs", "keep_last_n_checkpoints": 1},
+    }  # fmt: skip
+    (tmp_path / "ours.yaml").write_text(write(convert(values)[0]))
+    trainer = Config.read(tmp_path / "ours.yaml").make_trainer()
     trainer.train()
 
-    model, rows = Net(4), Rows(4, 12)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, rows, valid = Net(4), Rows(4, 12), Rows(4, 6)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(sgd, 1, 0.5)
     losses = []
     for _ in range(3):
         for start in range(0, 12, 4):
-            optimizer.zero_grad()
-            for micro in (slice(start, start + 2), slice(start + 2, start + 4)):
-                (model({"data": rows.data[micro], "target": rows.target[micro]})[0] / 2).backward()
+            sgd.zero_grad()
+            for first in (start, start + 2):
+                (model(rows[first : first + 2])[0] / 2).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
+            sgd.step()
         schedule.step()
-        valid = Rows(4, 6)
-        with torch.no_grad():
-            losses.append(model({"data": valid.data, "target": valid.target})[0].item())
+        losses.append(model(valid[:])[0].item())
     assert trainer.progress.step == 9
     assert [row["eval_loss"] for row in trainer.metrics["valid"]] == pytest.approx(losses, rel=1e-12)
 
