@@ -37,9 +37,10 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
 
 @pytest.fixture
 def export(command: Command, tmp_path: Path) -> Callable[..., str]:
-    """Export the run in `tmp_path` to "out" there, which must succeed; returns what is printed."""
+    """Export the run in `tmp_path` to an empty folder "out" there, which must succeed; returns what is printed."""
 
     def call(*words: object, run: Path = tmp_path / "run") -> str:
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
         code, output = command("export", run, tmp_path / "out", *words)
         assert code == 0, output
         return output
@@ -55,32 +56,33 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The folder and the model of a run with adapters and a trained head."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run with adapters and a trained head."""
     folder = tmp_path_factory.mktemp("runs") / "lora"
-    return folder, run("native", adapted(modules_to_save=["lm_head"]), folder, epochs=1).get_model()
+    return run("native", adapted(modules_to_save=["lm_head"]), folder, epochs=1)
 
 
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=Tokens(4).ids).logits
-
-
-def check_logits(folder: Path, model: Any, auto: Any = AutoModelForCausalLM) -> None:
+def check_logits(folder: Path, trainer: Any, auto: Any = AutoModelForCausalLM) -> None:
     """Check that transformers opens a merged model in a folder, which predicts what the trained one does."""
-    merged = auto.from_pretrained(folder)
+    merged, ids = auto.from_pretrained(folder), Tokens(4).ids
     assert "lora" not in str(merged) and merged.dtype == torch.float64
-    assert torch.allclose(logits(merged), logits(model), atol=1e-12)
+    with torch.no_grad():
+        results = [model.eval()(input_ids=ids).logits for model in (merged, trainer.get_model())]
+    assert torch.allclose(*results, atol=1e-12)
+
+
+def check_weights(folder: Path, trainer: Any) -> None:
+    """Check that transformers opens a merged model in a folder with the trained weights."""
+    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    assert agree(dict(merged.named_parameters()), weights_of(trainer))
 
 
 def test_export_writes_or_merges_adapters(trained: Any, base: Path, export: Any, tmp_path: Path) -> None:
-    folder, model = trained
-    assert "belong to no adapter" not in export(run=folder)
+    assert "belong to no adapter" not in export(run=trained.save_dir)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-    assert agree(reopened(tmp_path / "out"), dict(model.named_parameters()))
-    shutil.rmtree(tmp_path / "out")
-    export("--merge", base, run=folder)
-    check_logits(tmp_path / "out", model)
+    assert agree(reopened(tmp_path / "out"), weights_of(trained))
+    export("--merge", base, run=trained.save_dir)
+    check_logits(tmp_path / "out", trained)
 
 
 def test_export_reports_trained_weights_outside_adapters(base: Path, tmp_path: Path, export: Any, caplog: Any) -> None:
@@ -90,45 +92,38 @@ def test_export_reports_trained_weights_outside_adapters(base: Path, tmp_path: P
     trainer.save_model(tmp_path / "model")
     assert "1 weights that train belong to no adapter" in caplog.text and "model.norm.weight" in caplog.text
     assert "1 tensors of the checkpoint belong to no adapter and are left out: base_model" in export()
-    shutil.rmtree(tmp_path / "out")
     export("--merge", base)  # which has a place for them
-    check_logits(tmp_path / "out", trainer.get_model())
+    check_logits(tmp_path / "out", trainer)
 
 
 def test_merge_with_or_without_the_base_in_the_checkpoint(base: Path, tmp_path: Path, export: Any) -> None:
     """The latter with adapters of transformers' own integration."""
     trainer = run("native", adapted(modules_to_save=["lm_head"]), tmp_path / "run", save_frozen=True, epochs=1)
     export("--merge")
-    check_logits(tmp_path / "out", trainer.get_model())
-    shutil.rmtree(tmp_path / "out")
+    check_logits(tmp_path / "out", trainer)
     model = llama()
     model.add_adapter(lora())
     trainer = run("native", model, tmp_path / "other", epochs=1)
     export("--merge", base, run=tmp_path / "other")
-    check_logits(tmp_path / "out", trainer.get_model())
+    check_logits(tmp_path / "out", trainer)
 
 
 def test_merge_a_classifier_with_more_classes(tmp_path: Path, export: Any) -> None:
     import peft
 
-    bert(num_labels=2).save_pretrained(tmp_path / "base")
-
     def trainer(epochs: int) -> Trainer:
         """A trainer in a new process would have another random head, too."""
-
         model = AutoModelForSequenceClassification.from_pretrained(
             tmp_path / "base", num_labels=3, ignore_mismatched_sizes=True, dtype=torch.float64
         )
-        config = lora(task_type="SEQ_CLS", target_modules=["query"])
-        return Trainer(
-            peft.get_peft_model(model, config), Tokens(8, "classes"), epochs=epochs, save_dir=tmp_path / "run",
-            device="cpu", learning_rate=0.05, progress_bar=False,
-        )  # fmt: skip
+        model = peft.get_peft_model(model, lora(task_type="SEQ_CLS", target_modules=["query"]))
+        return make_small("native", model, Tokens(8, "classes"), epochs=epochs, save_dir=tmp_path / "run", loss_fn=None)
 
+    bert(num_labels=2).save_pretrained(tmp_path / "base")
     trainer(1).train()
     resumed = fit(trainer(2), resume_from="auto")
     export("--merge", tmp_path / "base")
-    check_logits(tmp_path / "out", resumed.get_model(), AutoModelForSequenceClassification)
+    check_logits(tmp_path / "out", resumed, AutoModelForSequenceClassification)
 
 
 def test_merge_one_of_several_adapters(base: Path, tmp_path: Path, export: Any, command: Command) -> None:
@@ -144,7 +139,7 @@ def test_merge_one_of_several_adapters(base: Path, tmp_path: Path, export: Any, 
         assert code == 2 and message in output
     export("--merge", base, "--adapter", "other")
     trainer.get_model().set_adapter("other")
-    check_logits(tmp_path / "out", trainer.get_model())
+    check_logits(tmp_path / "out", trainer)
     assert command("export", tmp_path / "run", tmp_path / "all")[0] == 0
     assert "base_model.model.lm_head.weight" in reopened(tmp_path / "all", adapter="other")
 
@@ -161,7 +156,7 @@ def test_merge_rejects_other_bases(trained: Any, base: Path, tmp_path: Path, com
         ([tmp_path / "nowhere"], 2, "which is not a folder"),
         ([], 2, "Pass the folder that the base of the run was loaded from: --merge BASE."),
     ):
-        exit_code, output = command("export", trained[0], out, "--merge", *options)
+        exit_code, output = command("export", trained.save_dir, out, "--merge", *options)
         assert exit_code == code and message in output, output
         assert not out.exists() or not list(out.iterdir())
 
@@ -205,8 +200,7 @@ def test_merge_frozen_weights_from_a_base(files: str, headed: Any, tmp_path: Pat
     if files == "bin":  # without a config
         assert agree(load_file(tmp_path / "out" / "model.safetensors"), weights_of(trainer))
     else:
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
-        assert agree(dict(merged.named_parameters()), weights_of(trainer))
+        check_weights(tmp_path / "out", trainer)
 
 
 def test_merge_verifies_a_sharded_base(headed: Any, tmp_path: Path, export: Any, command: Command) -> None:
@@ -216,10 +210,8 @@ def test_merge_verifies_a_sharded_base(headed: Any, tmp_path: Path, export: Any,
     trainer = run("native", headed, tmp_path / "run", epochs=1, save_frozen=False)
     shard(base)
     export("--merge", base)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
-    assert agree(dict(merged.named_parameters()), weights_of(trainer))
-    part = base / "model" / "rank-00001.safetensors"
-    spoil(part, "flip")
+    check_weights(tmp_path / "out", trainer)
+    spoil(base / "model" / "rank-00001.safetensors", "flip")
     code, output = command("export", tmp_path / "run", tmp_path / "again", "--merge", base)
     assert code == 1 and "'model/rank-00001.safetensors' does not match its sha256" in output
     assert not list((tmp_path / "again").iterdir())

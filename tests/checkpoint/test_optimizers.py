@@ -1,5 +1,6 @@
 """Checkpoints of several optimizers, which a custom training loop has by name."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,21 +11,18 @@ import torch.nn.functional as F
 from forging import content_of, copied, forge_tensors, seal
 from marks import make_small
 from recipes import fit, rows, same, weights
+from resuming import assert_same
 from torch import nn
 
 from omnitrain import AccelerateTrainer, CheckpointError, ConfigError, Trainer
 
 
-class Pair(nn.Module):
+class Pair(nn.Sequential):
     """A generator and a discriminator."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.generator, self.discriminator = nn.Linear(2, 4), nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.discriminator(x)
+        super().__init__(OrderedDict(generator=nn.Linear(2, 4), discriminator=nn.Linear(4, 1)))
 
 
 def adversarial(base: type[Trainer], attribute: str) -> Any:
@@ -62,16 +60,11 @@ def make(folder: Path | None, epochs: int = 1, base: Any = Trainer, attribute: s
 @pytest.mark.parametrize("base", [Trainer, AccelerateTrainer])
 def test_optimizers_of_a_custom_loop_are_saved_and_resumed(base: Any, tmp_path: Path) -> None:
     straight = fit(make(tmp_path / "straight", 2, base))
-    assert straight.progress.step == 10
     assert [path.name for path in straight.store.checkpoints()] == ["checkpoint-5", "checkpoint-10"]
     make(tmp_path / "resumed", 1, base).train()
     resumed = fit(make(tmp_path / "resumed", 2, base), resume_from="auto")
-    assert same(weights(resumed.model), weights(straight.model))
-    moments, expected = (
-        [state["exp_avg"] for optimizer in trainer.optimizers.values() for state in optimizer.state.values()]
-        for trainer in (resumed, straight)
-    )
-    assert same(moments, expected)
+    states = [[each.state_dict() for each in trainer.optimizers.values()] for trainer in (resumed, straight)]
+    assert_same([weights(resumed.model), states[0]], [weights(straight.model), states[1]])
     assert resumed.optimizer is resumed.optimizers["generator"] and type(resumed.optimizer) is torch.optim.Adam
     names = sorted(path.name for path in (resumed.store.root / "checkpoint-10" / "optimizer").iterdir())
     assert names == ["discriminator.safetensors", "state.safetensors"]
@@ -93,8 +86,7 @@ def test_optimizers_must_be_a_dict_of_the_saved_names(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="`optimizers"):
             trainer.optimizers = value
     trainer.optimizers = {"g": first, "d": second}
-    message = r"saved with 'generator', 'discriminator' .* the trainer has 'g', 'd' there"
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=r"with 'generator', 'discriminator' .* the trainer has 'g', 'd' there"):
         trainer.train(resume_from="auto")
 
 
@@ -104,25 +96,24 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no groups": lambda content: content["optimizers"]["discriminator"].pop("groups"),
     "rate that is text": lambda content: content["optimizers"]["discriminator"]["groups"][0].update(lr="fast"),
     "no file": lambda content: content["files"].pop(FILE),
-    "other shape": lambda content: None,
 }
 
 
 def test_optimizers_with_forged_state_are_rejected(tmp_path: Path) -> None:
     """Resuming from "auto" takes the checkpoint before it."""
     make(tmp_path / "finished", 2).train()
-    for name, forge in FORGERIES.items():
+    for name in (*FORGERIES, "other shape"):
         run = copied(tmp_path / "finished", tmp_path / "run")
-        content = content_of(run / "checkpoint-10")
-        forge(content)
-        seal(run / "checkpoint-10", content)
-        if name == "other shape":
-            change = lambda tensors: tensors.update({next(iter(tensors)): torch.zeros(3, 5)})  # noqa: E731
-            forge_tensors(run / "checkpoint-10", FILE, change)
+        checkpoint = run / "checkpoint-10"
+        if name in FORGERIES:
+            content = content_of(checkpoint)
+            FORGERIES[name](content)
+            seal(checkpoint, content)
+        else:
+            forge_tensors(checkpoint, FILE, lambda tensors: tensors.update({next(iter(tensors)): torch.zeros(3, 5)}))
         trainer = make(run, 3)
         before = weights(trainer.model)
         with pytest.raises(CheckpointError, match="checkpoint-10"):
             trainer.train(resume_from="last")
         assert same(weights(trainer.model), before), name
-        trainer = fit(make(run, 3), resume_from="auto")
-        assert trainer.progress.step == 15, name
+        assert fit(make(run, 3), resume_from="auto").progress.step == 15, name

@@ -624,22 +624,6 @@ def test_lock_taken_over_ends_uploads(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert remote_steps(ADDRESS) == [1] and LOCK in content_of(ADDRESS) and "was taken over by" in caplog.text
 
 
-def test_commands_take_addresses(finished: Finished, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    def check(code: int, pattern: str, *words: str) -> None:
-        assert (main(["checkpoint", *words]) or 0) == code, words
-        assert re.search(pattern, capsys.readouterr().out), words
-
-    check(0, r"checkpoint-6 +6 .* complete", "ls", ADDRESS)
-    check(0, "3 of 3 complete", "verify", ADDRESS)
-    check(0, "", "show", f"{ADDRESS}/checkpoint-2")
-    check(0, "", "diff", f"{ADDRESS}/checkpoint-2", f"{ADDRESS}/last")
-    check(0, "", "export", f"{ADDRESS}/last", str(tmp_path / "out"))
-    assert (tmp_path / "out" / "model.safetensors").exists()
-    check(2, "", "ls", "watched://bucket/none")
-    fill("checkpoint-4/model.safetensors", b"x")
-    check(1, "checkpoint-4", "verify", ADDRESS)
-
-
 # --- killed
 
 SHELF: Any = "shelf://bucket/run"

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ pytestmark = pytest.mark.processes  # a server, whose requests have limits in se
 
 RUN: dict[str, Any] = {"epochs": 2, "save_steps": 2, "eval_steps": 2, "log_steps": 1}
 ADDRESS: Any = "s3://bucket/some/run"
-Fault = Callable[[str, str, Any, Any], list[bytes] | None]
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +57,6 @@ def store(server: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     s3fs.S3FileSystem.clear_instance_cache()
 
 
-def check_resumes(folder: Path) -> None:
-    """Check that the run is completed on this machine as if nothing had happened."""
-    undisturbed, result = play(folder / "undisturbed" / "run", **RUN), play(ADDRESS, [{}], **RUN)
-    assert_same(comparable(result), comparable(undisturbed))
-    assert remote_steps(ADDRESS)[-1] == 6 and content_of(ADDRESS)["last"] == b"checkpoint-6\n"
-
-
 def test_s3_run_is_uploaded_and_resumed(tmp_path: Path) -> None:
     train(build(ADDRESS, **RUN))
     objects = content_of(ADDRESS)
@@ -72,7 +64,9 @@ def test_s3_run_is_uploaded_and_resumed(tmp_path: Path) -> None:
     for name in objects.keys() - {"last", "best"}:
         assert (local_folder(ADDRESS) / name).read_bytes() == objects[name]
     lose_machine(ADDRESS)
-    check_resumes(tmp_path)
+    undisturbed, result = play(tmp_path / "undisturbed" / "run", **RUN), play(ADDRESS, [{}], **RUN)
+    assert_same(comparable(result), comparable(undisturbed))
+    assert remote_steps(ADDRESS)[-1] == 6 and content_of(ADDRESS)["last"] == b"checkpoint-6\n"
 
 
 def test_s3_checksums_and_bulk_deletes_are_used(store: S3) -> None:
@@ -86,17 +80,6 @@ def test_s3_checksums_and_bulk_deletes_are_used(store: S3) -> None:
     assert remote_folders(ADDRESS) == {"checkpoint-3"}
 
 
-def for_uploads(times: int, fault: Callable[[Any, Any], list[bytes] | None]) -> Fault:
-    """Return a fault for so many uploads of files of checkpoints; it gets WSGI's environment and `start_response`."""
-    count = itertools.count()
-
-    def call(method: str, path: str, environ: Any, answer: Any) -> list[bytes] | None:
-        is_upload = method == "PUT" and "/checkpoint-" in path
-        return fault(environ, answer) if is_upload and next(count) < times else None
-
-    return call
-
-
 def reject(environ: Any, answer: Any) -> list[bytes]:
     answer("503 Slow Down", [("Content-Type", "application/xml")])
     return [b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>No.</Message></Error>"]
@@ -108,7 +91,13 @@ def cut(environ: Any, answer: Any) -> None:
 
 @pytest.mark.parametrize("fault", [reject, cut])
 def test_s3_faults_end_with_a_complete_upload(fault: Any, store: S3, caplog: pytest.LogCaptureFixture) -> None:
-    store.fault = for_uploads(6, fault)
+    count = itertools.count()
+
+    def fail_six_uploads(method: str, path: str, environ: Any, answer: Any) -> list[bytes] | None:
+        is_upload = method == "PUT" and "/checkpoint-" in path
+        return fault(environ, answer) if is_upload and next(count) < 6 else None
+
+    store.fault = fail_six_uploads
     with mirroring(ADDRESS) as mirror:
         save_texts(mirror, 1, 2, 3)
     assert remote_steps(ADDRESS) == [1, 2, 3]

@@ -7,9 +7,9 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import programs
 import pytest
@@ -194,22 +194,15 @@ def test_record_does_not_overwrite_other_content(text: str, tmp_path: Path, capl
         read_starts(tmp_path / "run.json")
 
 
-def test_record_is_replaced_atomically(tmp_path: Path) -> None:
-    path, stop, counts = tmp_path / "run.json", threading.Event(), set()
-    append_start(path, {"step": 0})
-
-    def watch() -> None:
-        while not stop.is_set():
-            counts.add(len(read_starts(path)))
-
-    reader = threading.Thread(target=watch)
-    reader.start()
-    for step in range(1, 30):
+def test_record_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.json"
+    for step in range(3):
         append_start(path, {"step": step})
     append_start(path, {"step": 99}, "last")
-    stop.set()
-    reader.join()
-    assert 0 not in counts and [start["step"] for start in read_starts(path)] == [*range(29), 99]
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        append_start(path, {"step": 100})
+    assert [start["step"] for start in read_starts(path)] == [0, 1, 99]
 
 
 def test_record_lists_starts_and_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
