@@ -331,18 +331,6 @@ def test_checkpoint_renamed_to_old_before_a_kill_is_found(run: Path) -> None:
     assert steps_in(save(Store(run), 2)) == [10, 20]
 
 
-def test_several_processes_write_one_checkpoint(run: Path) -> None:
-    store, other = Store(run), Store(run)
-    with store.saving(10) as folder:  # whose name the others are sent
-        (folder / "optimizer").mkdir()
-        for rank in (1, 0):
-            (folder / "optimizer" / f"rank-{rank}").write_text(f"{rank}")
-        assert other.resolve("auto") is None
-        content = other.verify(store.commit(10, folder, {"world_size": 2}))
-    assert content["files"]["optimizer/rank-1"] == entry_of("1")
-    assert not list(run.glob("*.tmp"))
-
-
 def entry_of(text: str) -> dict[str, Any]:
     return {"size": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
 

@@ -41,13 +41,17 @@ def notes_of(**values: Any) -> str:
 # --- models, data and hooks for runs
 
 
-class Net(nn.Module):
-    """Takes a whole batch and returns its loss first, as nnScaler wants it."""
+CALLS: list[Any] = []
 
-    def __init__(self, dim: int = 4) -> None:
+
+class Net(nn.Module):
+    """Takes a whole batch and returns its loss first, as nnScaler wants it; notes what else it is made of."""
+
+    def __init__(self, dim: int = 4, shape: Shape | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(dim, 1, dtype=torch.float64)
+        CALLS.append(shape)
 
     def forward(self, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         outputs = self.layer(data["data"])
@@ -79,9 +83,6 @@ class Backwards(DistributedSampler[Any]):
         return iter(list(super().__iter__())[:: -self.step])
 
 
-CALLS: list[Any] = []
-
-
 class Counting(TrainHook):
     """Notes losses of evaluations."""
 
@@ -93,34 +94,13 @@ class Counting(TrainHook):
 
 
 @dataclasses.dataclass
-class Tokens:
+class Shape:
     size: int
     kind: str
-
-
-@dataclasses.dataclass
-class Shape:
-    tokens: Tokens
     width: int
     names: list[str]
     folder: PurePosixPath
     act: Any
-
-
-class Shaped(Net):
-    """Takes an object, which it notes, and returns its loss alone."""
-
-    def __init__(self, shape: Shape, dropout: float = 0.0) -> None:
-        super().__init__(shape.tokens.size)
-        CALLS.append(shape)
-
-    def forward(self, data: Any) -> Any:
-        return super().forward(data)[0]
-
-
-class ShapedRows(Rows):
-    def __init__(self, tokens: Tokens, size: int, split: str = "train") -> None:
-        super().__init__(tokens.size, size)
 
 
 # --- what keys become
@@ -470,9 +450,16 @@ DOCUMENTED = """
     run_mode: run
     pas_policy: autodist
     vars:
-      tokens: {__type: HERE.Tokens, size: 8, kind: {__value_type: str, value: 12}}
       width: 16
       rate: 1e-2
+      shape:
+        __type: HERE.Shape
+        size: 8
+        kind: {__value_type: str, value: 12}
+        width: $(vars.width)
+        names: "['a', 'b']"
+        folder: {__value_type: pathlib.PurePosixPath, value: data/$(vars.width)}
+        act: {__value_type: function, value: operator.neg}
     micro_batch_size: 4
     global_batch_size: 8
     max_epochs: 3
@@ -480,26 +467,16 @@ DOCUMENTED = """
     val_every_n_epochs: 1
     enable_progress_bar: true
     precision: bf16
-    model:
-      type: HERE.Shaped
-      args:
-        shape:
-          __type: HERE.Shape
-          tokens: $!(vars.tokens)
-          width: $(vars.width)
-          names: "['a', 'b']"
-          folder: {__value_type: pathlib.PurePosixPath, value: data/$(vars.width)}
-          act: {__value_type: function, value: operator.neg}
-        dropout: "0.1"
+    model: {type: HERE.Net, args: {shape: $!(vars.shape), dim: "8"}}
     optimizer:
       type: torch.optim.AdamW
       args: {lr: $(vars.rate), betas: "(0.9, 0.99)", fused: false}
       clip_gnorm: 1.0
     lr_scheduler: {type: torch.optim.lr_scheduler.CosineAnnealingLR, args: {T_max: 12}, interval: step}
     dataset:
-      type: HERE.ShapedRows
-      train_args: {tokens: $!(vars.tokens), size: 32}
-      val_args: {tokens: $!(vars.tokens), size: 8, split: val}
+      type: HERE.Rows
+      train_args: {dim: 8, size: 32}
+      val_args: {dim: 8, size: 8}
     dataloader:
       train_args:
         collate_fn: {__value_type: function, value: torch.utils.data.default_collate}
@@ -524,7 +501,7 @@ def test_convert_and_train_every_section(tmp_path: Path, monkeypatch: pytest.Mon
     for options, epochs in ((["--trainer.epochs", "2"], 2), ([], 1)):  # the second run resumes the first
         CALLS.clear()
         assert main(["train", "a.yaml", "--vars.width", "24", *options]) == 0, capsys.readouterr().err
-        assert CALLS[0] == Shape(Tokens(8, "12"), 24, ["a", "b"], PurePosixPath("data/24"), operator.neg)
+        assert CALLS[0] == Shape(8, "12", 24, ["a", "b"], PurePosixPath("data/24"), operator.neg)
         assert [name for name, _ in CALLS[1:]] == ["mean"] * epochs
     assert (Path("logs") / "small").is_dir()
     assert Path("runs/last").resolve().name == "checkpoint-12"
