@@ -400,10 +400,11 @@ class Store:
             candidates += [path.with_name(f"{path.name}.old"), (self.root / path).with_name(f"{path.name}.old")]
         folder = next(filter(Path.is_dir, candidates), None)
         if folder is None:
-            raise CheckpointError(
-                f"Can't find a valid checkpoint at {str(path)!r}, which does not exist. Pass an existing one, "
-                "'last' or 'best'."
-            )
+            infos = self.checkpoint_infos()
+            hint = "Pass an existing one, 'last' or 'best'."
+            if infos:
+                hint = f"The newest complete one is {self.path(infos[-1].step).name!r}."
+            raise CheckpointError(f"Can't find a valid checkpoint at {str(path)!r}, which does not exist. {hint}")
         infos = Store(folder).checkpoint_infos() if not (folder / MANIFEST).exists() else []
         if infos:
             newest = str(Store(folder).path(infos[-1].step))
