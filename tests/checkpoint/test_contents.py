@@ -17,7 +17,7 @@ from forging import ODDITIES, content_of, copied, forge_tensors, places, put, se
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from marks import make_small, thinned
-from recipes import fit, rows, same, t16
+from recipes import callback, fit, rows, same, t16
 from resuming import assert_same, build, memory_folder, outcome
 from tiny import Tokens, gpt
 from torch import nn
@@ -222,27 +222,22 @@ def test_pointers_open_with_from_pretrained(tmp_path: Path) -> None:
         assert_same(dict(type(model).from_pretrained(tmp_path / which).state_dict()), dict(model.state_dict()))
 
 
-class InfiniteOnce(Algorithm):
-    """Has the loss of the third step be infinite, at first."""
+def test_save_after_a_skipped_step_keeps_the_best(trainer_class: Any, tmp_path: Path) -> None:
+    """It has the name of the best, which was saved before it, and all of its weights and buffers."""
 
-    def transform_loss(self, trainer: Any, loss: torch.Tensor) -> torch.Tensor:
+    def infinite_once(trainer: Any, loss: torch.Tensor) -> torch.Tensor:
         return loss * float("inf") if trainer.progress.step == 2 and not trainer.progress.skipped_steps else loss
 
-
-class SaveSkipped(Callback):
-    def on_step_end(self, trainer: Any) -> None:
+    def save_skipped(trainer: Any) -> None:
         if trainer.progress.skipped_steps and trainer.progress.step == 2:
             trainer.request_save()
 
-
-def test_save_after_a_skipped_step_keeps_the_best(trainer_class: Any, tmp_path: Path) -> None:
-    """It has the name of the best, which was saved before it, and all of its weights and buffers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     trainer = fit(make_small(
         trainer_class, model, rows(16, torch.float32), eval_dataset=rows(8, torch.float32), max_steps=3, eval_steps=2,
-        save_steps=10, on_nonfinite="skip", learning_rate=0.05, algorithms=[InfiniteOnce()], callbacks=[SaveSkipped()],
-        save_dir=tmp_path,
+        save_steps=10, on_nonfinite="skip", learning_rate=0.05, callbacks=[callback(on_step_end=save_skipped)],
+        algorithms=[callback(Algorithm, transform_loss=infinite_once)], save_dir=tmp_path,
     ))  # fmt: skip
     assert (trainer.metrics["best_step"], trainer.progress.skipped_steps) == (2, 1)
     assert content_of(tmp_path / "checkpoint-2")["progress"]["skipped_steps"] == 1

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 from marks import make_small
-from recipes import rows, t16
-
-from omnitrain import Callback
+from recipes import callback, rows, t16
 
 LISTINGS = ("listdir", "scandir")
 Calls = list[tuple[str, str]]
@@ -48,17 +46,11 @@ def recorded(folder: Path) -> Iterator[Calls]:
 def calls_by_step(kind: str, run: Path, **options: Any) -> list[Calls]:
     """Return the calls of each step of a run of 16, from its start to that of the next; each ends with a save."""
     begins: list[int] = []
-
-    class Watch(Callback):
-        order = 0
-
-        def on_step_start(self, trainer: Any) -> None:
-            begins.append(len(calls))
-
     with recorded(run) as calls:
+        watch = callback(on_step_start=lambda trainer: begins.append(len(calls)), order=0)
         make_small(
             kind, t16(), rows(64), epochs=1, save_steps=1, save_dir=run, optimization_metric="loss",
-            callbacks=[Watch()], **options,
+            callbacks=[watch], **options,
         ).train()  # fmt: skip
     return [calls[begin:end] for begin, end in itertools.pairwise(begins)]
 

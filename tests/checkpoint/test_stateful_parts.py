@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import TRAINERS, make_small
-from recipes import StopAt, fit, rows, same
+from recipes import StopAt, callback, fit, rows, same
 from resuming import Cut, Killed, assert_same
 from torch import nn
 from torch.utils.data import Dataset, Subset, default_collate
@@ -206,13 +206,11 @@ def test_states_that_cannot_be_saved_are_an_error(tmp_path: Path) -> None:
 def test_schedule_by_epoch_resumes_at_the_end_of_an_epoch(kind: str, tmp_path: Path) -> None:
     """Which moves it before this process has made an update: no reason for PyTorch to warn."""
 
-    class KillAfterSave(Callback):
-        def on_save_end(self, trainer: Any) -> None:
-            if trainer.progress.step == 6:  # at the end of an epoch, before the epoch is over
-                raise Killed
+    def kill_after_save(trainer: Any) -> None:
+        if trainer.progress.step == 6:  # at the end of an epoch, before the epoch is over
+            raise Killed
 
     options = {"lr_scheduler": "linear", "scheduler_interval": "epoch", "max_steps": None, "epochs": 3}
     with pytest.raises(Killed):
-        build(kind, "loss", tmp_path, callbacks=[KillAfterSave()], **options).train()
-    resumed = fit(build(kind, "loss", tmp_path, **options), resume_from="auto")
-    assert resumed.progress.step == 18
+        build(kind, "loss", tmp_path, callbacks=[callback(on_save_end=kill_after_save)], **options).train()
+    assert fit(build(kind, "loss", tmp_path, **options), resume_from="auto").progress.step == 18

@@ -138,8 +138,7 @@ CONVERSIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
         {"class_path": "AccelerateTrainer", "unit": {"class_path": "omnitrain.model.units.WholeBatchUnit"},
          "save_dir": "./checkpoints", "batch_size": 1, "shuffle": ..., "global_batch_size": ..., "eval_steps": ...,
-         "save_steps": ..., "progress_bar": ...},
-    ),
+         "save_steps": ..., "progress_bar": ...}),
     "steps": (
         {**model_of(width=32, name="small"), **optimizer(args=SGD), "lr_scheduler": STEPS, "seed": 0, "max_epochs": 4,
          "max_train_steps": "100", "tracing_from_weights": "w.pt", "precision": "bf16", "checkpoint": SAVES,
@@ -151,8 +150,7 @@ CONVERSIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
          "scheduler_interval": "epoch", "epochs": 4, "max_steps": 100, "init_from": "w.pt", "dtypes": BF16,
          "save_dir": "runs", "save_steps": 50, "save_total_limit": 3, "keep_best": 0, "class_path": "Trainer",
          "progress_bar": False, "train_dataset": {"class_path": "my.Rows"}, "test_dataset": ...,
-         "eval_dataset": part("my.Rows", split="val"), "shuffle": False},
-    ),
+         "eval_dataset": part("my.Rows", split="val"), "shuffle": False}),
     "epochs": (
         {**optimizer(clip_gnorm=0.0, grad_reduction="sum"), "lr_scheduler": {**STEPS, "interval": "step"},
          "dataset": {"type": "my.Rows", "test_args": {"a": 1}}, "checkpoint": {"every_n_epochs": 2},
@@ -162,58 +160,49 @@ CONVERSIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"max_grad_norm": None, "grad_reduction": "sum", "scheduler_interval": "step", "save_steps": "2ep",
          "test_dataset": part("my.Rows", a=1), **LOADING, "data_collator": {"import_path": "my.collate"},
          "dtypes": {"parameters": "bf16", "buffers": "fp32"}, "progress_bar": ..., "batch_size": 4,
-         "global_batch_size": 16},
-    ),
+         "global_batch_size": 16}),
     "every epoch": (  # which is the default
         {**optimizer(clip_gnorm="5e-1", grad_reduction="per-token-mean", aggregate_outputs_fn="my.f"),
          "dataloader": {"train_args": {"collate_fn": {"__type": "my.Collator", "size": 8}}}, **TWO_BY_FOUR,
          "checkpoint": {"every_n_epochs": 1}, "precision": "none"},
         {"max_grad_norm": 0.5, "grad_reduction": "per-token-mean", "data_collator": part("my.Collator", size=8),
          "batch_size": 4, "gradient_accumulation_steps": 2, "global_batch_size": ..., "save_steps": ...,
-         "dtypes": ...},
-    ),
+         "dtypes": ...}),
     "no saves": (
         {"checkpoint": {"no_save": True, "keep_last_n_checkpoints": 3}, "precision": {"input": "fp16"},
          "hook": {"type": "my.Hook", "args": {"every": 2}}},
         {"save_dir": ..., "dtypes": {"inputs": "fp16"},
-         "callbacks": [part("HookCallback", hooks=part("my.Hook", every=2))]},
-    ),
+         "callbacks": [part("HookCallback", hooks=part("my.Hook", every=2))]}),
     "fp16": (
         {"precision": "fp16", "compute_config": {"plan_ngpus": 1},
          "hook": {"on_epoch_end": "my.end", "before_sync_grad": "my.sync", "after_setup": None}},
         {"autocast": "fp16", "dtypes": ..., "class_path": "AccelerateTrainer",
-         "callbacks": [part("HookCallback", hooks={"on_epoch_end": {"import_path": "my.end"}})]},
-    ),
+         "callbacks": [part("HookCallback", hooks={"on_epoch_end": {"import_path": "my.end"}})]}),
     "loader": (
         {"dataloader": {"type": "my.Loader", "train_args": {"turns": 2}}, "micro_batch_size": 2,
          "dataset": {"type": "my.Rows", "train_args": {"size": 8}}, "grad_accumulation_steps": 3},
         {"train_loader": part(f"{HERE}.make_loader", loader={"import_path": "my.Loader"}, batch_size=2,
                               dataset=part("my.Rows", size=8), sampler_args={"shuffle": True}, turns=2),
-         "gradient_accumulation_steps": 3, "train_dataset": ..., "batch_size": ..., "global_batch_size": ...},
-    ),
+         "gradient_accumulation_steps": 3, "train_dataset": ..., "batch_size": ..., "global_batch_size": ...}),
     "loader of four": (
         {"dataloader": {"type": "my.Loader"}, "micro_batch_size": 2, "global_batch_size": 16,
          "compute_config": {"runtime_ngpus": 4, "plan_ngpus": 1}},
-        {"gradient_accumulation_steps": 2},
-    ),
+        {"gradient_accumulation_steps": 2}),
     "model on two devices": (  # two replicas of it, and four processes here
         {**TWO_BY_FOUR, "compute_config": {"plan_ngpus": 2, "runtime_ngpus": 4}},
-        {"batch_size": 4, "global_batch_size": 16, "gradient_accumulation_steps": ...},
-    ),
+        {"batch_size": 4, "global_batch_size": 16, "gradient_accumulation_steps": ...}),
     "loggers": (
         {"seed": 7, "log": [
             {"type": "TensorBoardLogger", "args": {"name": "tb", "root_dir": "logs/$(seed)", "max_queue": 3}},
             {"type": "nnscaler.cli.loggers.WandbLogger", "args": {"project": "p", "entity": "e"}},
         ]},
-        {"loggers": [part("TensorBoardLogger", log_dir="logs/7/tb"), part("WandbLogger", project="p", entity="e")]},
-    ),
+        {"loggers": [part("TensorBoardLogger", log_dir="logs/7/tb"), part("WandbLogger", project="p", entity="e")]}),
     "values": (
         model_of(config=INNER, sizes={"1": "a", "[1]": "b"}, dollar="$$(vars.dim)", two="$$x", other="$$!(vars.dim)"),
         {"model": part(
             "my.Net", config=part("my.Config", parts=[part("my.Part", sizes={"a": {"class_path": "my.Size"}})]),
             sizes={1: "a", "[1]": "b"}, dollar="$(vars.dim)", two="$$x", other="$$!(vars.dim)",
-        )},
-    ),
+        )}),
     "types": (
         model_of(**TYPED, **LITERALS),
         {"model": part(
@@ -221,8 +210,7 @@ CONVERSIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             folder=part(f"{HERE}.of_value", type={"import_path": "pathlib.Path"}, value="runs"),
             made=part(f"{HERE}.of_value", type={"import_path": "builtins.set"}, value=[{"class_path": "my.Thing"}]),
             a=0.001, b=True, c=[1, "x"], d=[0.9, 0.99], e=None, f="plain", g="1/2", h="1j",
-        )},
-    ),
+        )}),
     "references": (
         {"micro_batch_size": 2, "log": [{"type": "TensorBoardLogger", "args": {"root_dir": "logs"}}],
          "dataset": {"type": "my.Rows", "train_args": {"size": "$(micro_batch_size)", "name": "b${micro_batch_size}"},
@@ -230,8 +218,7 @@ CONVERSIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
          **model_of(logs="$(log.0.args.root_dir)", home="${HOME}/data", user="$(USER)"),
          "checkpoint": {"save_dir": "${RUNS}"}},
         {"train_dataset": part("my.Rows", size=2, name="b2"), "eval_dataset": part("my.Rows", size=2, name="b2"),
-         "model": part("my.Net", logs="logs", home="${env:HOME}/data", user="${env:USER}"), "save_dir": "${env:RUNS}"},
-    ),
+         "model": part("my.Net", logs="logs", home="${env:HOME}/data", user="${env:USER}"), "save_dir": "${env:RUNS}"}),
 }  # fmt: skip
 """Sections of nnScaler and the arguments that they set; `...` for those that are not set."""
 
