@@ -228,7 +228,7 @@ def test_torchrun_restarts_a_killed_worker_exactly(
 def losses(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the loss of each step when it was last taken, and the number of ranks."""
     lines = (folder / "losses.jsonl").read_text().splitlines()
-    return dict(sorted((row["step"], row) for row in map(json.loads, lines)))
+    return dict(sorted({row["step"]: row for row in map(json.loads, lines)}.items()))
 
 
 def is_listening(port: int) -> bool:
