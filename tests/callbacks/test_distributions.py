@@ -32,7 +32,6 @@ class ByHand(Callback):
 
 
 def logged_in_step_2(trace: Trace) -> tuple[dict[str, float], dict[str, Histogram]]:
-    """Return the row of the second step, and what was reported in it."""
     (row,) = [row for row in trace.logs if row["step"] == 2]
     return row, {name: value for step, values in trace.reports if step == 2 for name, value in values.items()}
 

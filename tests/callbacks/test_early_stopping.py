@@ -48,7 +48,6 @@ def test_stopper_state_is_restored_by_a_resume(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_stopper_has_ended_the_run_for_each_resume(trainer_class: Any, tmp_path: Path) -> None:
-    """Until it is left out, or the run is made longer in this process."""
     stops: dict[str, Any] = {"kind": trainer_class, "save_dir": tmp_path, "early_stopper": lambda step, score: True}
     trainer = run(**stops)
     for _ in range(2):

@@ -18,7 +18,6 @@ CPU = torch.device("cpu")
 
 
 def memory_in(trace: Trace, of_process: bool = False) -> list[dict[str, float]]:
-    """Return the values of memory in rows of logs, those of devices or that of the process."""
     return [
         {name: value for name, value in row.items() if name.startswith("memory") and ("process" in name) == of_process}
         for row in trace.logs

@@ -26,7 +26,6 @@ def run(kind: str, folder: Path, *callbacks: Callback, resume: str | None = None
 
 
 def spans(path: Path) -> dict[str, int]:
-    """Count the parts of steps in a trace, and the steps of the profiler."""
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     kinds = ("user_annotation", "cpu_op")
     names = [event["name"] for event in events if event.get("cat") in kinds and event.get("ph") == "X"]

@@ -93,7 +93,6 @@ def slow_parts(clock: Any) -> tuple[nn.Module, Any, Callback, Callback]:
 
 
 def test_clock_excludes_evaluations_and_saves_from_training(tmp_path: Path, clock: Any) -> None:
-    """The goodput of a resumed run counts the time in between."""
     options: dict[str, Any] = {"save_dir": tmp_path / "run", "save_steps": 2, "keep_best": 0, "load_best_at_end": False}
     options |= {"eval_dataset": Keyed(8), "eval_steps": 1, "sanity": False}
     trainer, logs = run(Trainer, *slow_parts(clock), **options)

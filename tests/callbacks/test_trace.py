@@ -36,7 +36,6 @@ def first_difference(a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]]) -
 
 
 def other_data() -> TensorDataset:
-    """Return data with one other number, in a sample of the second step."""
     data = rows(16)
     data.tensors[1][int(EpochSampler(16, 4).order(0)[5])] += 1e-12
     return data

@@ -100,8 +100,6 @@ def test_hook_state_is_saved_and_restored(tmp_path: Path) -> None:
 
 
 def test_failing_hooks_and_callbacks_are_reported_by_class() -> None:
-    """An error around the forward pass is not reported as one of the samples."""
-
     def fail(self: Any, trainer: Any, *details: Any) -> None:
         raise RuntimeError("boom")
 

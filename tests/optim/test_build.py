@@ -96,7 +96,6 @@ def test_optimizer_gets_trainable_parameters_or_is_kept() -> None:
     *((path, "not a subclass of") for path in ("os.system", "os.path.join", "subprocess.Popen")),
 ])  # fmt: skip
 def test_optimizer_rejects_wrong_values(spec: Any, words: str, model: nn.Module) -> None:
-    """A path to something else is not called."""
     for nothing_to_train in (nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)):
         with pytest.raises(ConfigError, match="nothing to train"):
             build_optimizer(None, nothing_to_train, 1e-3, 0.0)

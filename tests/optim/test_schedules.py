@@ -241,7 +241,6 @@ def test_schedule_per_epoch() -> None:
     {"lr_scheduler": "linear", "scheduler_interval": "epoch", "epochs": 3},
 ])  # fmt: skip
 def test_schedule_of_growing_batch(common: dict[str, Any]) -> None:
-    """Where the size of a batch may change, epochs count as where it stays."""
     _, expected = rates_of(rows(40), **common)
     assert rates_of(rows(40), global_batch_size={0: 4, "1ep": 4}, **common)[1] == pytest.approx(expected)
     grown = rates_of(rows(40), global_batch_size={0: 4, "1ep": 8}, **common)[1]

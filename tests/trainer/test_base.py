@@ -216,7 +216,6 @@ TOTAL = sum(len(sentence["input_ids"]) for sentence in ragged())
 
 
 def test_padded_inputs_without_mask_get_one(trainer_class: Any) -> None:
-    """Predictions and tokens do not depend on which samples are padded to the same length."""
     results, data = [], ragged()
     for size in (1, 4):
         trainer = make(trainer_class, bert(), data, eval_dataset=data, batch_size=size, epochs=1, max_steps=None)
@@ -247,7 +246,6 @@ def test_mask_comes_with_any_collator_if_the_model_takes_it(trainer_class: Any) 
 
 
 def test_tokens_of_padded_batches_leave_out_padding(trainer_class: Any) -> None:
-    """Lengths and schedules in tokens do not depend on how a step is split."""
     ends = []
     options = {"learning_rate": 0.1, "max_steps": None, "max_duration": f"{2 * TOTAL}tok", "lr_scheduler": "linear"}
     for size, accumulation, microbatch in ((4, 1, None), (1, 4, None), (4, 1, 1)):
@@ -316,8 +314,6 @@ def test_loss_that_is_part_of_the_model_is_trained_and_saved(trainer_class: Any,
 
 
 def test_loss_with_frozen_parameters_is_accepted(trainer_class: Any, tmp_path: Path) -> None:
-    """Unless it changes its buffers."""
-
     def with_penalty(model: nn.Module, outputs: Any, labels: Any) -> torch.Tensor:
         return F.mse_loss(outputs, labels) + 1e-3 * sum(weight.square().sum() for weight in model.parameters())
 
@@ -350,8 +346,6 @@ class Rotated(nn.Module):
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "temporary buffer"])
 def test_complex_tensors_are_trained_and_resumed(trainer_class: Any, kind: str, tmp_path: Path) -> None:
-    """But for complex128 where it would be saved."""
-
     def build(dtype: torch.dtype, folder: Path | None, *callbacks: Callback) -> Any:
         options = {"loss_fn": F.mse_loss, "batch_size": 4, "max_steps": 4, "save_steps": 1 if folder else None}
         return make(trainer_class, Rotated(kind, dtype), rows(16), save_dir=folder, callbacks=callbacks, **options)

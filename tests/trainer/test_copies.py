@@ -53,7 +53,6 @@ def build(trainer_class: Any, **options: Any) -> Any:
     (NativeSums, by_joblib), (AccelerateSums, by_pickle), (HFSums, by_pickle), (HFSums, copy.deepcopy),
 ])  # fmt: skip
 def test_trainer_is_copied_before_and_after_training(trainer_class: Any, clone: Any, tmp_path: Path) -> None:
-    """A copy trains as the original; one of a trainer that has trained has its weights and history."""
     trainer = build(trainer_class, save_dir=tmp_path / "run", overwrite=True)
     twin = clone(trainer)
     assert twin.model is not trainer.model and twin.factor == 2.0

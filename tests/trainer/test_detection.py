@@ -113,6 +113,18 @@ def test_unit_without_loss_in_evaluation_is_scored() -> None:
         trainer.evaluate()
 
 
+def test_scalars_without_a_gradient_are_no_losses() -> None:
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            error = super().forward(x).square().mean()
+            return {"error": error, "accuracy": error.detach()}
+
+    with pytest.raises(DataError, match="No loss found: the model returned a dict with the keys 'error', 'accuracy'"):
+        make_trainer("native", Model(4, 1), torch.ones(8, 4), epochs=1).train()
+    with pytest.raises(DataError, match="No loss found: the model returned a list of"):
+        make("native", optimization_metric="loss").train()
+
+
 def test_columns_stay_columns() -> None:
     heads = [torch.ones(2, 3), torch.ones(2, 4)]
     assert per_sample(heads, 2) is heads

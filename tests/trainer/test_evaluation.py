@@ -62,7 +62,6 @@ def test_evaluate_takes_datasets_loaders_and_tensors() -> None:
 
 
 def test_test_uses_the_test_loader_or_dataset(trainer_class: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """It never selects the best, and without a `save_dir` nothing is written."""
     monkeypatch.chdir(tmp_path)
     data, options = rows(10), {"loss_fn": F.mse_loss, "batch_size": 4}
     expected = build(trainer_class, t16(), rows(8), None, **options).test(data)
@@ -100,7 +99,6 @@ class Tags(Tagger):
 
 
 def test_predict_needs_no_labels_and_pads_ragged_outputs() -> None:
-    """Sequences of labels of any name are padded as labels."""
     trainer, x = evaluator(t16(), loss_fn=F.mse_loss), rows(6).tensors[0]
     result = trainer.predict(x)
     assert result.predictions.shape == (6, 1) and result.labels is None and result.metrics == {}
@@ -117,7 +115,6 @@ def test_predict_needs_no_labels_and_pads_ragged_outputs() -> None:
 
 
 def test_metrics_of_functions_names_and_units_agree() -> None:
-    """A function gets all arrays once; a unit chooses what is scored."""
     model, calls = nn.Linear(4, 3), list[tuple[Any, ...]]()
 
     def metric(pair: Any) -> dict[str, float]:
@@ -238,7 +235,6 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ("kind", "case"), [*(("native", case) for case in WRONG), ("accelerate", "NaN"), ("hf", "NaN")]
 )
 def test_rehearsal_raises_errors_before_the_first_step(kind: str, case: str) -> None:
-    """The same error comes at the first evaluation without it."""
     options, error, message = WRONG[case]
     options = {"loss_fn": F.cross_entropy, "eval_dataset": classes(), **options}
     valid = options.pop("eval_dataset")
@@ -282,7 +278,6 @@ NO_LOSS: dict[str, tuple[Callable[..., Any], str | None, bool, str]] = {
 
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_missing_loss_is_explained_as_in_training(kind: str) -> None:
-    """Each cause has a message of its own, the same with and without an evaluation set."""
     for forward, key, has_loss_fn, message in NO_LOSS.values():
         model = type("Model", (nn.Linear,), {"forward": forward})
         options: dict[str, Any] = {"batch_size": 1, "loss_fn": F.cross_entropy if has_loss_fn else None}
@@ -315,8 +310,6 @@ def test_rehearsal_uses_the_full_set_for_a_metric_that_needs_it(caplog: pytest.L
 
 
 class Counted(Dataset[Any]):
-    """Rows that draw random numbers and note which of them are read; with a file for the notes, they do not draw."""
-
     def __init__(self, size: int, file: Path | None = None) -> None:
         self.data, self.file = rows(size), file
         self.read: list[int] = []
@@ -393,7 +386,6 @@ class Endless(IterableDataset[Any]):
 
 
 def test_evaluation_without_end_warns_within_seconds(monkeypatch: Any, caplog: Any) -> None:
-    """Data that have ended once are not warned of again."""
     seconds = itertools.count()
     monkeypatch.setattr("omnitrain.trainer.evaluation.time", SimpleNamespace(monotonic=lambda: next(seconds)))
     data = Endless(lambda number: bool(caplog.messages) or number == 30)

@@ -31,7 +31,6 @@ def make(model: nn.Module, cls: Any = Trainer, **options: Any) -> Any:
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_exported_model_gives_the_same_outputs(name: str, tmp_path: Path) -> None:
-    """For any batch, with the weights that evaluations show, and nothing of the trainer is changed."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
     trainer = fit(make(model, TRAINERS[name], algorithms=[EMA(0.5)]))
     model.train()

@@ -114,7 +114,6 @@ def test_more_continues_in_mid_epoch(folder: Path | None) -> None:
 
 
 def test_more_warns_of_a_jump_of_the_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A learning rate that is set by hand stays."""
     trace = Trace()
     trainer = fit(made(tmp_path, max_steps=4, lr_scheduler="cosine", callbacks=[trace]))
     with caplog.at_level(logging.WARNING, "omnitrain"):

@@ -75,6 +75,21 @@ def test_sum_reduction_adds_up_losses() -> None:
     assert distance(weights(split), weights(reference)) <= 1e-14
 
 
+@pytest.mark.parametrize(("reduction", "batch", "accumulation"), [("mean", 3, 3), ("per-token-mean", 1, 8)])
+def test_unit_of_sum_and_count_gives_the_mean_of_the_window(reduction: str, batch: int, accumulation: int) -> None:
+    def unit(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        count = int((batch["labels"] != -100).sum())
+        return model(**batch)["loss"] * count, count
+
+    model, reference, trace, other = Tagger(), Tagger(), Trace(), Trace()
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD, "epochs": 1, "max_grad_norm": None, "loss_fn": None}
+    split = {"batch_size": batch, "gradient_accumulation_steps": accumulation, "grad_reduction": reduction}
+    make(model, Sentences(8), unit=unit, callbacks=[trace], **split, **options).train()
+    make(reference, Sentences(8), batch_size=8, callbacks=[other], **options).train()
+    assert distance(weights(model), weights(reference)) <= 1e-15
+    assert trace.logs[0]["loss"] == pytest.approx(other.logs[0]["loss"], abs=1e-14)
+
+
 def test_custom_loop_of_three_overrides_has_all_features() -> None:
     options: dict[str, Any] = {**OPTIONS, "batch_size": 4, "epochs": 3, "learning_rate": 0.05}
     trace, custom, native = Trace(), t16(), t16()

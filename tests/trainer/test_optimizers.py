@@ -112,7 +112,6 @@ def test_each_pass_gets_an_unchanged_batch(trainer_class: Any, kind: str) -> Non
 
 
 def reference(steps: int) -> tuple[dict[str, torch.Tensor], float]:
-    """Return what a loop written by hand ends with: the weights of evaluations, and their loss."""
     model, (x, y) = recipes.KeyedModel().double(), rows(20).tensors
     optimizer = recipes.ScheduleFree(model.parameters())
     optimizer.train()
