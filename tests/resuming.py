@@ -272,6 +272,8 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
         "generator": [record.generator for record in trainer.lifecycle.callbacks if isinstance(record, Rates)],
         "tensors": tensors,
     }
+    for state in result["callbacks"]:
+        state.get("gained_at", {}).pop("seconds", None)  # of early stopping
     if trainer.store is not None and (last := trainer.store.resolve("auto")) is not None:
         files = sorted(file for file in last[1]["files"] if file.endswith(".safetensors"))
         result["last"] = {file: load_file(last[0] / file) for file in files}

@@ -27,6 +27,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 from omnitrain.arguments import samples_of_step
 from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.checkpoint.store import Store
+from omnitrain.compute.random_state import restore_rng, snapshot_rng
 from omnitrain.core.errors import ConfigError, Tolerance
 from omnitrain.core.events import Callback, Control, Event
 from omnitrain.data.sampling import Window
@@ -174,6 +175,8 @@ class Engine(SearchTrainer):
     _is_called_by_trainer = False
     # The evaluation before the first step, until transformers' callbacks know that the run has begun.
     _initial_evaluation: dict[str, float] | None = None
+    # The state of the generators with which a resumed run continues.
+    _random_state: dict[str, Any] | None = None
     # The step of the last checkpoint for which callbacks were called.
     _reported_save: int = -1
     # The arguments of `_maybe_log_save_evaluate` at this step.
@@ -225,6 +228,8 @@ class Engine(SearchTrainer):
         trainer = self.trainer
         self.optimizer, self.lr_scheduler = trainer.optimizer, ScheduleFacade(trainer)  # type: ignore[assignment]
         self.epoch_has_ended, self._is_called_by_trainer, self._reported_save = False, True, -1
+        # not read again from the checkpoint, which the run may have replaced, at the end of its epoch
+        self._random_state = snapshot_rng(trainer.device) if trainer._checkpointer.is_resuming else None
         trial = self.search_trial and self.search_trial.trial
         self.output = self.train(resume_from_checkpoint=self._write_start_state(), trial=trial)
 
@@ -541,7 +546,8 @@ class Engine(SearchTrainer):
         pass
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        self.trainer._checkpointer.resume_random_numbers()  # once the first batch of the resumed run is ready
+        if self._random_state is not None:  # once the first batch of the resumed run is ready
+            restore_rng(self._random_state, self.trainer.device)
 
 
 @contextlib.contextmanager

@@ -122,11 +122,11 @@ def draw(seed: int, with_workers: bool = True, trainers: Iterable[str] = TRAINER
         samples = generator.choice([8, 8, 6]) if "commutes" in KINDS[kind].traits else 8
         base = f"epochs={generator.choice([2, 3])}, log_steps=2"
         base += generator.choice(["", ", save_steps=1", ", save_steps=2", ", save_steps=3"])
-        rows, (batch, split) = tuple(generator.sample(TABLE, 3)), generator.sample(SPLITS[samples], 2)
+        rows, (batch, split) = tuple(generator.sample(TABLE, 3)), generator.sample(_splits(kind, samples), 2)
         cuts = tuple(_draw_cut(generator) for _ in range(generator.choice([1, 1, 2])))
         trainer = generator.choice([*trainers])
         if trainer in BACKENDS:
-            batch = generator.choice(SPLITS[samples // 2])
+            batch = generator.choice(_splits(kind, samples // 2))
         case = Case(trainer, kind, tuple(row.text for row in rows), base, batch, split, cuts)
         if any("rare" in row.gives for row in rows) and (not with_workers or generator.random() < 0.9):
             continue
@@ -136,6 +136,10 @@ def draw(seed: int, with_workers: bool = True, trainers: Iterable[str] = TRAINER
         if case.pairs_across_ranks and generator.random() < 0.5 and "map" in case.traits:
             case = replace(case, base=f"{base}, drop_last=True")
         return case
+
+
+def _splits(kind: str, samples: int) -> list[tuple[int, int]]:
+    return [(1, samples)] * 2 if "singles" in KINDS[kind].traits else SPLITS[samples]
 
 
 def _draw_cut(generator: random.Random) -> tuple[str, float]:
@@ -201,7 +205,8 @@ def play(case: Case, folder: Path, cuts: Iterable[tuple[str, float]] = (TO_END,)
         counter, record = CutAtEvent(), Record()
         cut: Any = counter
         if way.endswith(" at event"):
-            counter.way, counter.number = way.split()[0], 1 + int(place * events)
+            # the first event of a resumed run comes before signals are caught
+            counter.way, counter.number = way.split()[0], 2 + int(place * (events - 1))
         elif way:
             cut = Cut(way, int(place))
         if case.trainer in BACKENDS:
@@ -218,6 +223,8 @@ def play(case: Case, folder: Path, cuts: Iterable[tuple[str, float]] = (TO_END,)
         {name: value for name, value in row.items() if not UNSTEADY.search(name)} for row in state.get("journal", ())
     ]
     state["journal"] = [row for row in rows if row.keys() - {"kind", "step", "epoch"}]
+    if (trace := folder / "trace.jsonl").exists():
+        state["trace"] = trace.read_text().splitlines()
     return Run(state, record.weights, counter.count)
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate  # noqa:
 from transformers import DataCollatorWithFlattening  # noqa: F401
 
 import omnitrain
+from omnitrain import Max, StepOutput, Sum
 
 SIZE = 22
 """Samples of an epoch: no multiple of any batch, so that the last step is short."""
@@ -66,6 +67,39 @@ class Tied(Tagger):
         self.out.weight = self.embed.weight
 
 
+class Heads(Classifier):
+    """The same with a head of one number, for the other of two tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = nn.Linear(6, 1).double()
+
+    def forward(self, x: torch.Tensor, task: str) -> torch.Tensor:
+        hidden = self.blocks(torch.tanh(self.embed(x)))
+        return (self.head if task == "class" else self.number)(hidden)
+
+
+class Uneven(list[dict[str, torch.Tensor]]):
+    """Sequences of 1 to 6 tokens, each with a label."""
+
+    def __init__(self, size: int) -> None:
+        data = Sentences(size)
+        lengths = [1 + i * 5 % 6 for i in range(size)]
+        super().__init__(
+            {"ids": data.ids[i, :length], "labels": data.ids[i, :length] % 5} for i, length in enumerate(lengths)
+        )
+
+
+class Measured(Holding):
+    """A unit with metrics that are not means."""
+
+    def __call__(self, batch: Any) -> Any:
+        loss, count = super().__call__(batch)
+        sizes = batch[0].detach().abs()
+        metrics = {"count": Sum(count), "seen": Sum(count, running=True), "largest": Max(sizes.max())}
+        return StepOutput(loss, num_targets=count, metrics=metrics)
+
+
 def classes(size: int, dtype: torch.dtype = torch.float64) -> TensorDataset:
     """Rows of 4 numbers and one of 3 classes."""
     generator = torch.Generator().manual_seed(7 + size)
@@ -79,7 +113,8 @@ class Kind:
 
     The data are given a size; those to evaluate are of the same kind, unless `evaluation` has others.
     `traits`: "commutes" if another split of a step gives the same numbers; "map" if the order can be shuffled;
-    "single" where transformers computes the loss in single precision, whatever the model has.
+    "single" where transformers computes the loss in single precision, whatever the model has; "singles" where an item
+    of the data is a batch.
     """
 
     model: str
@@ -107,6 +142,13 @@ KINDS = {
     "flattened": Kind("gpt()", "Short({})", "data_collator=DataCollatorWithFlattening()",
                       "map commutes single tokens fp64 gpt2 rows"),
     "unit": Kind("t16()", "rows({})", "unit=Holding(model)", "map commutes fp64 unit"),
+    "metrics": Kind("t16()", "rows({})", "unit=Measured(model)", "map commutes fp64 unit"),
+    "tasks": Kind("Heads()", "MultiTask({{'class': classes(14), 'number': rows(9)}}, epoch_size={})",
+                  "unit=MultiTaskUnit(model, {'class': F.cross_entropy, 'number': F.mse_loss}, {'number': 0.5})",
+                  "map commutes fp64 unit tasks",
+                  "MultiTask({'class': classes(9), 'number': rows(9)}).evaluation({'number': rows(7)})"),
+    "by tokens": Kind("Tagger()", "BatchByTokens(Uneven({0} * 2 + 19), 12)", "",
+                      "map commutes tokens fp64 singles", "Uneven(9)"),
     "stream": Kind("Classifier()", "Streamed(classes({}))", "loss_fn=F.cross_entropy",
                    "endless commutes classes fp64 blocks"),
     "shards": Kind("Net()", "ShardedStream([Streamed(Numbered(11)), Streamed(Numbered(11))])", "loss_fn=F.mse_loss",

@@ -3,7 +3,7 @@
 import pytest
 from fuzz.cases import check, daily_seeds, draw
 
-FIXED = (19, 27, 54)
+FIXED = (18, 173, 195)
 
 
 @pytest.fixture(autouse=True)

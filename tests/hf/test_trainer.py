@@ -1,6 +1,7 @@
 """HFTrainer's loop. What all trainers share is in test_parity.py, real models are in test_real.py."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,18 @@ def test_second_train_starts_over_with_the_present_weights(arguments: Any) -> No
         assert isinstance(trainer.optimizer, torch.optim.SGD)
         groups = [(group["weight_decay"], len(group["params"])) for group in trainer.optimizer.param_groups]
         assert groups == [(0.1, 2), (0.0, 2)]
+
+
+def test_resumed_run_does_not_read_its_checkpoint_again(tmp_path: Path) -> None:
+    """It may have been replaced, by a save at the end of its epoch."""
+
+    def run(folder: str, *callbacks: Any) -> Any:
+        options = {"save_dir": tmp_path / folder, "save_steps": 1, "max_steps": 4, "callbacks": callbacks}
+        return fit(make(t16(dropout=0.3), rows(22), **options), resume_from="auto")
+
+    straight, _ = run("straight"), run("run", StopAt(2))
+    remove = callback(on_epoch_start=lambda trainer: shutil.rmtree(tmp_path / "run" / "checkpoint-2"))
+    assert same(weights(run("run", remove).model), weights(straight.model))
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.processes)])
