@@ -69,7 +69,10 @@ class EarlyStopping(Callback):
             self.stopped_at = None
         if self.gained_at is None or not trainer.progress.step or self.gained_at.step > trainer.progress.step:
             self.gained_at = copy.copy(trainer.progress)  # a run that does not continue the former one
-        if (self._is_out_of_patience(trainer) or self.stopped_at is not None) and not trainer.control.stop:
+        # a length runs out at an evaluation, which may be the next one, or interrupted
+        is_judged = not isinstance(self.patience, Duration) or trainer.lifecycle.evaluated_step == trainer.progress.step
+        is_out_of_patience = is_judged and self._is_out_of_patience(trainer)
+        if (is_out_of_patience or self.stopped_at is not None) and not trainer.control.stop:
             trainer.stop("early_stopping")
 
     def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:

@@ -85,3 +85,10 @@ def test_patience_is_a_duration(trainer_class: Any, patience: str, last: int, tm
     if last == 8:
         trainer.train(more="5ba")
         assert trainer.progress.step == 13
+
+
+def test_patience_of_steps_ends_at_an_evaluation_after_a_resume(tmp_path: Path) -> None:
+    """The last gain is at step 4, and step 9 is five steps later, but the next evaluation at step 12."""
+    options = {"data": rows(16), "batch_size": 4, "epochs": 6, "learning_rate": 0.0, "eval_steps": 4, "patience": "5ba"}
+    run(**options, save_dir=tmp_path, callbacks=[StopAt(9)])
+    assert run("auto", **options, save_dir=tmp_path).progress.step == run(**options).progress.step == 12
