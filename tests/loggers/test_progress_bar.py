@@ -155,9 +155,9 @@ def test_plain_lines_show_values(logs, shown):
     assert shown in line
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"patience": 3}, {"early_stopper": print}, {"callbacks": [EarlyStopping(patience=2)]}], ids=str
-)
+@pytest.mark.parametrize("settings", [
+    {}, {"patience": 3}, {"early_stopper": print}, {"callbacks": [EarlyStopping(patience=2)]},
+])  # fmt: skip
 def test_time_left_is_by_the_pace_since_the_resume(clock, settings):
     stream, trainer = io.StringIO(), make_trainer(total=100, step=50)
     trainer.settings = dataclasses.replace(trainer.settings, **settings)

@@ -108,7 +108,7 @@ AT, RESUME = "at step 3, epoch 0.60, after N", 'continue: trainer.train(resume_f
     ([], {"save_dir": "e", "save_only_model": True, "max_steps": 2}, "saved in e/checkpoint-2"),
     ([], {"patience": 1, "learning_rate": 0.0, "epochs": 9}, "end    early stopping at step 10, epoch 2.00"),
     ([], {"max_steps": 2}, "end    max_steps is reached at step 2,"),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_summary_shows_the_stop_reason_and_how_to_resume(
     end: list[Any], options: dict[str, Any], expected: str, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
