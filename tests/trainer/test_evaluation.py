@@ -74,7 +74,8 @@ def test_test_uses_the_test_loader_or_dataset(trainer_class: Any, tmp_path: Path
     assert trainer.metrics["test"][0]["loss"] == result["test_loss"] and dict(trainer.metrics["best_valid"]) == best
     if trainer_class is Trainer:
         assert not list(tmp_path.iterdir())
-        assert json.loads(trainer.save_metrics("test", result).read_text()) == result
+        path = trainer.save_metrics("test", result)
+        assert path.name == "test_results.json" and json.loads(path.read_text()) == result
 
 
 def test_evaluate_leaves_modes_and_generators_unchanged() -> None:
