@@ -67,7 +67,9 @@ ALGORITHMS: dict[str, Callable[[], Any]] = {
     "mixup": lambda: omnitrain.MixUp(alpha=1.0),
     "sam": lambda: omnitrain.SAM(0.5),
     "depth": lambda: omnitrain.StochasticDepth(["[13]"], 0.5),
-    "rounding": lambda: omnitrain.StraightThrough(lambda weight: (weight * 8).round() / 8),
+    "rounding": lambda: omnitrain.StraightThrough(
+        lambda weight: (weight * 8 / weight.max()).round() * weight.max() / 8
+    ),
     "pruning": lambda: omnitrain.MagnitudePruning(0.7, end=5, every=2, scope="global"),
 }
 
