@@ -653,7 +653,13 @@ class Loop:
         called = {"after_update"} if not backend.has_master_weights else set()
 
         def check(*_: Any) -> None:
-            for algorithm in trainer.algorithms if self.step.window is window else ():  # otherwise it takes our steps
+            takes_own_steps = self.step.window is window
+            if takes_own_steps and self.settings.microbatch_size is not None:
+                raise ConfigError(
+                    f"`microbatch_size={self.settings.microbatch_size!r}` has no effect on a custom "
+                    "`_train_epoch`, which uses full batches. Make `batch_size` smaller, or split them there."
+                )
+            for algorithm in trainer.algorithms if takes_own_steps else ():
                 uncalled = [name for name in IN_STEPS if find_overrides([algorithm], name) and name not in called]
                 if uncalled:
                     raise ConfigError(
@@ -687,9 +693,4 @@ class Loop:
                 "update in `_train_epoch`, or pass scheduler_interval='epoch'."
             )
         if progress.step == before:
-            if update_count[0] and self.settings.microbatch_size is not None:
-                raise ConfigError(
-                    f"`microbatch_size={self.settings.microbatch_size!r}` has no effect on a custom "
-                    "`_train_epoch`, which uses full batches. Make `batch_size` smaller, or split them there."
-                )
             progress.step += update_count[0]

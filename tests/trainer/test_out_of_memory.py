@@ -152,8 +152,11 @@ def test_microbatch_size_is_validated() -> None:
             Trainer(t16(), rows(8), microbatch_size=size)  # type: ignore[arg-type]
     step = lambda self, epoch: self.optimizer.step() or 0.0  # noqa: E731
     custom = type("Own", (BaseTrainer,), {"_train_epoch": step})
+    trainer, updates = custom(t16(), rows(8), device="cpu", microbatch_size=2, progress_bar=False), list[Any]()
+    trainer.optimizer.register_step_post_hook(lambda *arguments: updates.append(arguments))
     with pytest.raises(ConfigError, match="`microbatch_size=2` has no effect on a custom `_train_epoch`"):
-        custom(t16(), rows(8), device="cpu", microbatch_size=2, progress_bar=False).train()
+        trainer.train()
+    assert not updates
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
