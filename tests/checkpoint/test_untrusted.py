@@ -168,7 +168,7 @@ def test_command_survives_a_hostile_run(
         shutil.copytree(configured_run, run, symlinks=True)
         config, file = run / "config.yaml", run / name
         config.write_text(config.read_text().replace("RUN", str(run)))
-        victim.write_bytes(file.read_bytes())
+        victim.write_bytes(file.read_bytes() if file.is_file() else b"precious")
         file.unlink()  # it may be a link to a folder
         DAMAGES[damage](file, victim)
         before = victim.read_bytes()
