@@ -178,7 +178,7 @@ def change_manifest(run: Path, target: Path, index: int, kind: str, oddity: Any,
         attempt(target, which or folder)
 
 
-@pytest.mark.parametrize("examples", thinned([6, 2000], [6]))
+@pytest.mark.parametrize("examples", thinned([6, 1000], [6]))
 def test_changed_manifest_is_rejected_or_resumed(examples: int, saved: Any, folder: Path) -> None:
     """A changed setting is an error under "auto", too: it would resume an older run otherwise."""
 
