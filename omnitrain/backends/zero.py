@@ -51,8 +51,9 @@ from omnitrain.checkpoint.state_dicts import (
 from omnitrain.checkpoint.tensor_files import Gathered, is_local, read_part, spec_of
 from omnitrain.compute.precision import Dtypes, growth_interval
 from omnitrain.core.errors import CheckpointError, ConfigError, NonFiniteError
-from omnitrain.optim.build import IMPLEMENTATION, has_modes, needs_closure
+from omnitrain.optim.build import has_modes, needs_closure
 from omnitrain.optim.muon import Muon
+from omnitrain.optim.optimizer_kwargs import IMPLEMENTATION
 from omnitrain.optim.sparse_gradients import check_optimizer, parameters_by_layout
 
 logger: logging.Logger = logging.getLogger("omnitrain")

@@ -16,7 +16,7 @@ from omnitrain.arguments import describe
 from omnitrain.checkpoint.state_dicts import check_references
 from omnitrain.checkpoint.tensor_files import TensorFile
 from omnitrain.core.events import init_arguments
-from omnitrain.optim.build import IMPLEMENTATION
+from omnitrain.optim.optimizer_kwargs import IMPLEMENTATION
 
 # The settings that determine the numbers of a run: changing one on a resume is an error unless allowed by name.
 DECIDING = (

@@ -25,8 +25,8 @@ from torch import nn
 from omnitrain.checkpoint.tensor_files import Spec, TensorFile, read_part, spec_of
 from omnitrain.core.errors import CheckpointError
 from omnitrain.distributed.ranks import Ranks
-from omnitrain.optim.build import IMPLEMENTATION
 from omnitrain.optim.muon import Muon
+from omnitrain.optim.optimizer_kwargs import IMPLEMENTATION
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 

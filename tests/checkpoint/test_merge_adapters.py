@@ -18,19 +18,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from omnitrain import Trainer
-from omnitrain.cli.main import main
 
 Command = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
+def command(command: Callable[..., tuple[int, str, str]]) -> Command:
     """`omnitrain checkpoint`, which returns its exit code and what it prints."""
 
     def call(*words: object) -> tuple[int, str]:
-        capsys.readouterr()
-        code = main(["checkpoint", *map(str, words)])
-        return code, "".join(capsys.readouterr())
+        code, output, errors = command("checkpoint", *words)
+        return code, output + errors
 
     return call
 

@@ -1,4 +1,4 @@
-"""Faults that `test_example_faults.py` plants in copies of the examples, next to which this module is."""
+"""Faults of models and data, also for copies of the examples, next to which this module is."""
 
 from __future__ import annotations
 
