@@ -1,4 +1,4 @@
-"""Early stopping: the callback itself; stopping by patience is in test_parity.py."""
+"""Early stopping; by patience it is in test_parity.py, its state in checkpoint/test_stateful_parts.py."""
 
 from pathlib import Path
 from typing import Any
@@ -31,22 +31,6 @@ class Third:
         return self.count >= 3
 
 
-class Stateful(Third):
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
-
-
-def test_stopper_state_is_restored_by_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Also that of a callback; on each trainer it is in checkpoint/test_stateful_parts.py."""
-    for make in (lambda: {"early_stopper": Stateful()}, lambda: {"callbacks": [EarlyStopping(stopper=Stateful())]}):
-        run(epochs=2, save_dir=tmp_path, overwrite=True, **make())
-        assert run("auto", epochs=9, save_dir=tmp_path, **make()).progress.epoch == 3
-    assert "early stopper" not in caplog.text
-
-
 def test_stopper_has_ended_the_run_for_each_resume(trainer_class: Any, tmp_path: Path) -> None:
     stops: dict[str, Any] = {"kind": trainer_class, "save_dir": tmp_path, "early_stopper": lambda step, score: True}
     trainer = run(**stops)
@@ -66,6 +50,8 @@ def test_stopper_without_state_dict_warns(tmp_path: Path, caplog: pytest.LogCapt
     caplog.clear()
     run(early_stopper=Third())
     run(early_stopper=lambda step, score: False, save_dir=tmp_path / "other")
+    methods = {"state_dict": lambda self: {}, "load_state_dict": lambda self, state: None}
+    run(early_stopper=type("Stateful", (Third,), methods)(), save_dir=tmp_path / "stateful")
     assert "early stopper" not in caplog.text
 
 
