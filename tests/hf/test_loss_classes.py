@@ -12,8 +12,8 @@ FAMILY_OF = tiny_classes.classes()
 QUICK = [
     "BartForConditionalGeneration", "BertForMaskedLM", "BertForMultipleChoice", "BertForPreTraining",
     "BertForQuestionAnswering", "BertForTokenClassification", "CLIPModel", "LlamaForCausalLM",
-    "LlavaForConditionalGeneration", "MixtralForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification",
-    "ViTForMaskedImageModeling", "Wav2Vec2ForCTC", "XLNetLMHeadModel",
+    "LlavaForConditionalGeneration", "MixtralForCausalLM", "MusicgenForCausalLM", "T5ForConditionalGeneration",
+    "ViTForImageClassification", "ViTForMaskedImageModeling", "Wav2Vec2ForCTC", "XLNetLMHeadModel",
 ]  # fmt: skip
 
 

@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import TRAINERS
-from recipes import Holding, StopAt, distance, fit, rows, t16, trainer_on_cpu, weights
+from recipes import Holding, StopAt, distance, fit, trainer_on_cpu, weights
 from tiny import VOCABULARY, Tokens, bert, gpt
 from torch import nn
-from transformers import BartConfig, BartForCausalLM, BertForMaskedLM, BertForPreTraining, MusicgenForCausalLM
-from transformers import MusicgenDecoderConfig as MusicgenConfig
+from transformers import BartConfig, BartForCausalLM, BertForMaskedLM
 
 from omnitrain import ConfigError, CrossEntropy, StepOutput, Trainer
 from omnitrain.algorithms.label_smoothing import LabelSmoothing
@@ -60,17 +59,10 @@ def bart() -> BartForCausalLM:
     return BartForCausalLM(BartConfig(**sizes, dropout=0.0, is_decoder=True, is_encoder_decoder=False)).double()
 
 
-def like_bert(kind: Any) -> nn.Module:
+def mlm() -> nn.Module:
+    """A model whose labels are not shifted."""
     torch.manual_seed(0)
-    return kind(bert().config).double()
-
-
-mlm = functools.partial(like_bert, BertForMaskedLM)  # whose labels are not shifted
-pretraining = functools.partial(like_bert, BertForPreTraining)  # a mean over tokens plus a mean over rows
-
-
-def pairs(size: int = 8) -> list[dict[str, Any]]:
-    return [{**Tokens(size)[index], "next_sentence_label": torch.tensor(index % 2)} for index in range(size)]
+    return BertForMaskedLM(bert().config).double()
 
 
 def make(trainer_class: Any, model: Any, batch: int = 8, accumulation: int = 1, **options: Any) -> Any:
@@ -113,19 +105,6 @@ def test_shift_is_that_of_the_loss(name: str, kind: str) -> None:
         ends.append(weights(trainer.model))
         losses.append(row["eval_loss"])
     assert distance(*ends) <= 1e-7 and losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-def test_shift_of_codebooks_is_that_of_the_loss(trainer_class: Any) -> None:
-    """Labels of (rows, places, codebooks), whose first place counts although the class is a causal model."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = MusicgenConfig(**sizes, ffn_dim=16, dropout=0.0, num_codebooks=1, pad_token_id=0, bos_token_id=1)
-    model = MusicgenForCausalLM(config).double()
-    labels = torch.randint(1, VOCABULARY, (8, 6, 1), generator=torch.Generator().manual_seed(0))
-    for row in range(8):
-        labels[row, : row % 4] = -100
-    data = [{"labels": row} for row in labels]
-    assert split_distance(lambda: copy.deepcopy(model), trainer_class, data=data) <= 1e-7
 
 
 @pytest.mark.parametrize("algorithm", [LabelSmoothing(VOCABULARY, 0.3), SeqLengthWarmup(9, 4, 1.0, 1)])
@@ -201,7 +180,6 @@ def test_probe_beside_newer_switches_of_precision() -> None:
 
 
 NO_MEANS: dict[str, tuple[Any, str]] = {
-    "two means": (lambda: {"model": pretraining(), "data": pairs()}, "The loss of BertForPreTraining .*Pass a `unit`"),
     "partial": (lambda: classes(loss_fn=WEIGHTED), r"`loss_fn` \(partial\) .*mean_over"),
     "function": (lambda: classes(loss_fn=hidden_weights), r"`loss_fn` \(hidden_weights\) .*mean_over"),
     "model": (lambda: classes(Weighing), "The loss of Weighing .*Pass a `unit`"),
@@ -225,37 +203,6 @@ def test_loss_that_is_no_mean_is_rejected_if_split(
     caplog.clear()
     make(TRAINERS[name], **options).train()
     assert caplog.text.count("depends on `eval_batch_size`") == 1
-
-
-def test_unit_trains_a_sum_of_two_means() -> None:
-    class Unit(Holding):
-        def __call__(self, batch: Any) -> Any:
-            labels, order = batch["labels"], batch["next_sentence_label"]
-            out = self.model(input_ids=batch["input_ids"])
-            losses = F.cross_entropy(out.prediction_logits.movedim(-1, 1), labels, reduction="none")
-            of_rows = F.cross_entropy(out.seq_relationship_logits, order, reduction="none")
-            return (losses.sum(1) / 9 + of_rows).sum(), len(order)
-
-    ends = []
-    for batch, accumulation in SPLITS:
-        model = pretraining()
-        make(Trainer, model, batch, accumulation, data=pairs(), unit=Unit(model)).train()
-        ends.append(weights(model))
-    assert distance(*ends) <= 1e-12
-
-
-class Contrastive(nn.Sequential):
-    """Compares each sample with the others of its batch, as CLIP does."""
-
-    config = SimpleNamespace(model_type="contrastive")
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-        return {"loss": F.cross_entropy(super().forward(x) @ y.T, torch.arange(len(x)))}
-
-
-def test_contrastive_loss_is_reported_not_rejected(caplog: pytest.LogCaptureFixture) -> None:
-    make(Trainer, Contrastive(*t16()), 4, 2, data=[{"x": x, "y": y} for x, y in rows(8)]).train()
-    assert "The loss of Contrastive compares the samples of a batch with each other" in caplog.text
 
 
 class Masked(Own):
