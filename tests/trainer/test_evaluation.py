@@ -19,7 +19,6 @@ from marks import TRAINERS
 from recipes import CountsPasses, FailsAt, Sentences, Tagger, Trace, fit, rows, same, t16, trainer_on_cpu
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
-from transformers import TrainingArguments
 
 from omnitrain import ConfigError, DataError, EvalSet, NonFiniteError, ObjectiveError, Predictions, StepOutput, Trainer
 
@@ -224,6 +223,8 @@ OUTPUTS_ONLY = {"loss_fn": lambda outputs, labels: outputs.sum() * 0, "compute_m
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "metric crashes": ({"compute_metrics": crashing}, KeyError, "no such thing"),
     "metric no number": ({"compute_metrics": lambda p: {"m": "high"}}, DataError, "The metric 'm' must be a number"),
+    "metric called loss": ({"compute_metrics": lambda p: {"loss": 0.0}}, ConfigError, "A metric is called 'loss'"),
+    "eval_loss": ({"compute_metrics": lambda p: {"eval_loss": 0.0}}, ConfigError, "A metric is called 'loss'"),
     "other objective": ({"compute_metrics": lambda p: {"hits": 1.0}, **OF_ACCURACY}, ObjectiveError, "'hits'"),
     "label range": ({"eval_dataset": labelled(torch.full((8,), 7)), **OUTPUTS_ONLY}, DataError, "8 labels are outside"),
     "label shape": ({"eval_dataset": labelled(torch.zeros(8, 2).long()), **OUTPUTS_ONLY}, DataError, "cannot score"),
@@ -233,7 +234,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "case"), [*(("native", case) for case in WRONG), ("accelerate", "NaN"), ("hf", "NaN")]
+    ("kind", "case"), [*(("native", case) for case in WRONG), ("accelerate", "NaN"), ("hf", "NaN"), ("hf", "eval_loss")]
 )
 def test_rehearsal_raises_errors_before_the_first_step(kind: str, case: str) -> None:
     options, error, message = WRONG[case]
@@ -430,6 +431,8 @@ def test_label_names_choose_the_labels(trainer_class: Any) -> None:
         trainer = train(trainer_class, copy.deepcopy(model), topics(key), topics(key), **options)
         results.append(trainer.metrics["valid"][0])
     assert results[0] == results[1] and "eval_accuracy" in results[0]
+    with pytest.raises(ConfigError, match="must be a list of the keys of labels"):
+        evaluator(Topic(), label_names="topic")
 
 
 def test_several_labels_are_a_tuple(trainer_class: Any) -> None:
@@ -448,28 +451,6 @@ def test_several_labels_are_a_tuple(trainer_class: Any) -> None:
     trainer = train(trainer_class, model, data, data, loss_fn=loss, **options)
     x, y = classes(12).tensors
     assert trainer.evaluate(data)["eval_loss"] == pytest.approx(2 * F.cross_entropy(model(x), y).item(), rel=1e-6)
-
-
-def test_label_names_agree_with_training_arguments(tmp_path: Path) -> None:
-    args, data = (
-        TrainingArguments(str(tmp_path), label_names=["topic"], use_cpu=True, report_to="none"),
-        topics("topic"),
-    )
-    assert TRAINERS["hf"](Topic(), args, data).settings.label_names == ["topic"]
-    with pytest.raises(ConfigError, match="label_names"):
-        TRAINERS["hf"](Topic(), args, data, label_names=["other"])
-    with pytest.raises(ConfigError, match="must be a list of the keys of labels"):
-        Trainer(Topic(), data, label_names="topic")
-
-
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_metric_called_loss_is_rejected_before_the_first_step(kind: str) -> None:
-    for name in ("loss", "eval_loss") if kind == "native" else ("loss",):
-        metric = {"compute_metrics": lambda outputs, labels, name=name: {name: 0.0}, "sanity": True}
-        trainer = build(TRAINERS[kind], t16(), rows(8), rows(8), loss_fn=F.mse_loss, **metric)
-        with pytest.raises(ConfigError, match="A metric is called 'loss'"):
-            trainer.train()
-        assert trainer.progress.step == 0
 
 
 def test_predictions_are_html_in_notebooks() -> None:
