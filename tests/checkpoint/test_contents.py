@@ -168,16 +168,6 @@ def attempt(run: Path, which: Any) -> None:
         pass  # resumed with a number that no run writes, such as 1e308, under a correct hash
 
 
-def change_manifest(run: Path, target: Path, index: int, kind: str, oddity: Any, which: Any = None) -> None:
-    folder = newest(copied(run, target))
-    content = content_of(folder)
-    paths = [path for path in places(content) if path[0] not in ("format_version", "sha256")]
-    put(content, paths[index % len(paths)], copy.deepcopy(oddity), delete=kind == "delete")
-    with contextlib.suppress(UnicodeEncodeError):  # no JSON
-        seal(folder, content)
-        attempt(target, which or folder)
-
-
 @pytest.mark.parametrize("examples", thinned([6, 1000], [6]))
 def test_changed_manifest_is_rejected_or_resumed(examples: int, saved: Any, folder: Path) -> None:
     """A changed setting is an error under "auto", too: it would resume an older run otherwise."""
@@ -187,8 +177,14 @@ def test_changed_manifest_is_rejected_or_resumed(examples: int, saved: Any, fold
         index=st.integers(0, 2000), kind=st.sampled_from(["delete", "replace", "replace"]),
         oddity=st.sampled_from(ODDITIES), which=st.sampled_from([None, "auto"]),
     )  # fmt: skip
-    def check(**change: Any) -> None:
-        change_manifest(saved("native"), folder / "changed", **change)
+    def check(index: int, kind: str, oddity: Any, which: str | None) -> None:
+        checkpoint = newest(copied(saved("native"), folder / "changed"))
+        content = content_of(checkpoint)
+        paths = [path for path in places(content) if path[0] not in ("format_version", "sha256")]
+        put(content, paths[index % len(paths)], copy.deepcopy(oddity), delete=kind == "delete")
+        with contextlib.suppress(UnicodeEncodeError):  # no JSON
+            seal(checkpoint, content)
+            attempt(folder / "changed", which or checkpoint)
 
     check()
 

@@ -17,14 +17,6 @@ from torch import nn
 from omnitrain import AccelerateTrainer, CheckpointError, ConfigError, Trainer
 
 
-class Pair(nn.Sequential):
-    """A generator and a discriminator."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__(OrderedDict(generator=nn.Linear(2, 4), discriminator=nn.Linear(4, 1)))
-
-
 def adversarial(base: type[Trainer], attribute: str) -> Any:
     class Adversarial(base):  # type: ignore[misc, valid-type]
         def _setup_training_components(self) -> None:
@@ -53,8 +45,10 @@ def adversarial(base: type[Trainer], attribute: str) -> Any:
 
 def make(folder: Path | None, epochs: int = 1, base: Any = Trainer, attribute: str = "optimizers") -> Any:
     """Return a trainer of 5 steps an epoch."""
-    trainer_class, data = adversarial(base, attribute), rows(20, torch.float32)
-    return make_small(trainer_class, Pair(), data, loss_fn=None, epochs=epochs, save_dir=folder)
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(generator=nn.Linear(2, 4), discriminator=nn.Linear(4, 1)))
+    options = {"loss_fn": None, "epochs": epochs, "save_dir": folder}
+    return make_small(adversarial(base, attribute), model, rows(20, torch.float32), **options)
 
 
 @pytest.mark.parametrize("base", [Trainer, AccelerateTrainer])

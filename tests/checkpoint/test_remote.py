@@ -180,15 +180,6 @@ def test_upload_of_save_checkpoint_before_it_returns() -> None:
     assert remote_steps(ADDRESS) == [3] and LOCK not in content_of(ADDRESS)
 
 
-def test_resume_without_the_folder_is_exact(undisturbed: dict[str, Any]) -> None:
-    for cut in ({"cut": ("kill", 3)}, {"cut": ("kill", 5)}, {}):
-        result = play(ADDRESS, [cut], **RUN, save_total_limit=1, async_save=True)
-        assert result["stream"]  # each part has trained
-        lose_machine(ADDRESS)
-    assert_same(comparable(result), undisturbed)
-    assert remote_steps(ADDRESS)[-1] == 6
-
-
 def test_resume_does_not_download_what_is_local(finished: Finished, store: type[Watched]) -> None:
     """It updates the pointers of a killed run."""
     RemoteFolder(ADDRESS).write("last", b"checkpoint-4\n")
@@ -383,9 +374,7 @@ def test_upload_failure_ends_a_run_with_save_required(store: type[Watched]) -> N
     assert LOCK not in content_of(ADDRESS)
 
 
-def test_upload_after_its_timeout_keeps_the_lock(
-    store: type[Watched], caplog: Any, monkeypatch: Any, tmp_path: Path
-) -> None:
+def test_upload_after_its_timeout_keeps_the_lock(store: Any, caplog: Any, monkeypatch: Any, tmp_path: Path) -> None:
     """Nothing is written after the run has given up, and no other run begins before that is certain."""
     proceed, is_hanging, later = threading.Event(), threading.Event(), list[str]()
 
@@ -486,8 +475,7 @@ def test_listing_of_a_store_is_bounded(finished: Finished, store: type[Watched],
 
 
 @pytest.mark.parametrize(("name", "read"), [
-    ("last", lambda: local_copy(f"{ADDRESS}/last")),
-    ("run.lock", lambda: build(ADDRESS, **RUN).train()),
+    ("last", lambda: local_copy(f"{ADDRESS}/last")), ("run.lock", lambda: build(ADDRESS, **RUN).train()),
     (f"checkpoint-6/{MANIFEST}", lambda: local_copy(f"{ADDRESS}/checkpoint-6")),
     ("metrics.jsonl", lambda: build(ADDRESS, **RUN).train(resume_from="auto")),
 ])  # fmt: skip
@@ -627,7 +615,7 @@ def test_lock_taken_over_ends_uploads(monkeypatch: pytest.MonkeyPatch, caplog: p
 # --- killed
 
 SHELF: Any = "shelf://bucket/run"
-KILLED: dict[str, Any] = {**RUN, "save_total_limit": 1}
+KILLED: dict[str, Any] = {**RUN, "save_total_limit": 1, "async_save": True}
 
 
 def train_until_killed(at: int, operation: str) -> None:

@@ -469,14 +469,10 @@ def test_score_of_failed_checkpoint_goes_to_the_next(folder: Path, monkeypatch: 
     assert scores_of(folder / "run") == {1: None, 2: None, 4: 1.0, 5: 8.0}
 
 
-@pytest.mark.parametrize(
-    ("end", "step"),
-    [
-        ({"patience": 2}, 2), ({"callbacks": lambda: [Cut("stop", 4)]}, 2),
-        ({"callbacks": lambda: [Cut("signal", 5)]}, 5), ({"load_best_at_end": False}, 6),
-    ],
-    ids=["patience", "stop", "signal", "not wanted"],
-)  # fmt: skip
+@pytest.mark.parametrize(("end", "step"), [
+    ({"patience": 2}, 2), ({"callbacks": lambda: [Cut("stop", 4)]}, 2),
+    ({"callbacks": lambda: [Cut("signal", 5)]}, 5), ({"load_best_at_end": False}, 6),
+], ids=["patience", "stop", "signal", "not wanted"])  # fmt: skip
 def test_best_weights_are_loaded_at_the_end(end: Any, step: int, folder: Path, caplog: Any) -> None:
     """Except after a signal, or if that is not wanted, which is logged."""
     caplog.set_level(logging.INFO, "omnitrain")
@@ -535,9 +531,6 @@ class Wider(Net):
     pass
 
 
-DOUBLED = {"transform_loss": lambda trainer, loss: 2 * loss}
-
-
 CHANGES: dict[str, dict[str, Any]] = {
     "model": {"model": Wider},
     "optimizer": {"optimizer": torch.optim.SGD},
@@ -553,7 +546,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "grad_reduction": {"grad_reduction": "sum"},
     "loss_fn": {"loss_fn": F.l1_loss},
     "unit": {"unit": lambda model: lambda batch: F.mse_loss(model(batch[0]), batch[1]), "loss_fn": None},
-    "algorithms": {"algorithms": lambda: [callback(Algorithm, **DOUBLED)]},
+    "algorithms": {"algorithms": lambda: [callback(Algorithm, transform_loss=lambda trainer, loss: 2 * loss)]},
     "optimization_metric": {"optimization_metric": "mae", "compute_metrics": lambda t, p: {"mae": abs(t - p).mean()}},
     "optimization_direction": {"optimization_direction": "max"},
     "autocast": {"autocast": "bf16"},
