@@ -87,14 +87,11 @@ def test_compare_skips_damaged_lines(runs: Path, caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize(("names", "expected"), [
-    (["nowhere"], "There is no folder 'nowhere'"),
-    (["a", "a/"], "The run 'a' is there twice"),
+    (["nowhere"], "There is no folder 'nowhere'"), (["a", "a/"], "The run 'a' is there twice"),
     (["."], "'.' has no metrics.jsonl, which each run writes"),
-    (["empty"], "The run 'empty' has no rows"),
-    (["odd.json"], "'odd.json' has no rows of a run"),
+    (["empty"], "The run 'empty' has no rows"), (["odd.json"], "'odd.json' has no rows of a run"),
     (["odd.jsonl"], "'odd.jsonl' has no rows of a run: each line is a JSON object"),
-    ([], "There is nothing to compare"),
-    ([MetricsDict()], "A MetricsDict has no name"),
+    ([], "There is nothing to compare"), ([MetricsDict()], "A MetricsDict has no name"),
 ])  # fmt: skip
 def test_compare_rejects_other_paths(names: list[Any], expected: str, runs: Path) -> None:
     write_run(runs / "empty")

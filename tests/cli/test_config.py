@@ -12,7 +12,6 @@ from unittest import mock
 import named
 import programs
 import pytest
-import torch
 from marks import TRAINERS
 from recipes import assert_equal
 from safetensors.torch import load_file
@@ -61,17 +60,6 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def trainer_in(path: Path | str) -> dict[str, Any]:
     return read(path).values["trainer"]
-
-
-def test_train_equals_python(folder: Path) -> None:
-    assert main(["train", "a.yaml"]) == 0
-    with torch.random.fork_rng():
-        torch.manual_seed(42)
-        model = named.Net(width=4)
-    options = {name: TRAINER[name] for name in ("learning_rate", "epochs", "batch_size", "progress_bar")}
-    evaluation = named.rows(seed=1)
-    Trainer(model, named.rows(), evaluation, loss_fn=named.loss, save_dir="runs/b", patience=5, **options).train()
-    assert_same_weights(folder / "runs/a/checkpoint-8", folder / "runs/b/checkpoint-8")
 
 
 def test_train_words_override_file(folder: Path) -> None:

@@ -41,8 +41,7 @@ def test_launch_reads_options(words: str, expected: Launch, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("options", "fragment"), [
-    ({"processes": -2}, "Cannot start -2 process"),
-    ({"machines": 0}, "on 0 machine"),
+    ({"processes": -2}, "Cannot start -2 process"), ({"machines": 0}, "on 0 machine"),
     ({"max_restarts": -1}, "-1 restarts"),
     ({"machines": "2:1", "endpoint": "a:1"}, "`--nnodes 2:1` must be a number of machines, or the fewest"),
     ({"machines": "1:2:3"}, "`--nnodes 1:2:3` must be a number"),
