@@ -4,8 +4,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from omnitrain import Histogram
 from omnitrain.core.duration import Limits
 from omnitrain.core.progress import Progress
+
+WEIGHTS = Histogram(edges=[0, 2, 4], counts=[1, 1], low=1.0, high=3.0, total=4.0, squares=10.0)
 
 
 def fake_trainer(save_dir: Path | None = None, step: int = 0, is_main_process: bool = True) -> Any:

@@ -11,18 +11,15 @@ from unittest import mock
 import fake_runs
 import numpy as np
 import pytest
-from fake_runs import fake_trainer
+from fake_runs import WEIGHTS, fake_trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from resuming import Killed
 
-from omnitrain import CsvLogger, Histogram, JsonlLogger
+from omnitrain import CsvLogger, JsonlLogger
 from omnitrain.core.progress import Progress
 
 LOGGERS: dict[str, Any] = {"csv": CsvLogger, "jsonl": JsonlLogger}
-WEIGHTS = Histogram(edges=[0, 2, 4], counts=[1, 1], low=1.0, high=3.0, total=4.0, squares=10.0)
-
-
 start, run_to, train = (functools.partial(function, log_steps=2, eval_steps=10) for function in (
     fake_runs.start, fake_runs.run_to, fake_runs.train,
 ))  # fmt: skip

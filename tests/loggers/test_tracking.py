@@ -12,15 +12,13 @@ from unittest import mock
 import pytest
 from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker
-from fake_runs import fake_trainer, run_to, start, train
+from fake_runs import WEIGHTS, fake_trainer, run_to, start, train
 from marks import TRAINERS, thinned
 from recipes import Keyed, KeyedModel, callback, fit, same, trainer_on_cpu, weights
 from resuming import Cut, Killed
 
 import omnitrain
 from omnitrain import ConfigError, CsvLogger, Histogram, TensorBoardLogger, Tracking, WandbLogger
-
-WEIGHTS = Histogram(edges=[0, 2, 4], counts=[1, 1], low=1.0, high=3.0, total=4.0, squares=10.0)
 
 
 class Service(GeneralTracker):
