@@ -88,14 +88,13 @@ def test_losses_of_a_unit_that_sums_are_means(arguments: Any) -> None:
 
 
 BY_BATCH = {"batch_eval_metrics": True}
-WRONG: list[tuple[dict[str, Any], Any, str]] = [
+
+
+@pytest.mark.parametrize(("fields", "metrics", "message"), [
     ({"include_for_metrics": ["inputs"]}, lambda prediction: {}, "'pixel_values', but the batch holds 'input_ids'"),
     (BY_BATCH, lambda prediction, compute_result: None, "dict of numbers"),
     (BY_BATCH, lambda prediction, compute_result: {"x": "high"}, "The metric 'x' must be a number, got str"),
-]
-
-
-@pytest.mark.parametrize(("fields", "metrics", "message"), WRONG)
+])  # fmt: skip
 def test_inputs_and_batch_metrics_are_checked(arguments: Any, fields: Any, metrics: Any, message: str) -> None:
     model = bert()
     model.main_input_name = "pixel_values"

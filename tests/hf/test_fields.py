@@ -82,9 +82,6 @@ def test_unsupported_field_is_rejected_with_a_remedy(arguments: Any, name: str) 
     assert name in str(error.value) and len(reason) > 60 and any(remedy in reason for remedy in remedies)
 
 
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
-
-
 def agreed(read: Callable[[Any], Any]) -> Any:
     """Return what a function of the class has for ours, after a check that it has the same for a stock trainer."""
     stock, ours = map(read, KINDS)
@@ -92,19 +89,16 @@ def agreed(read: Callable[[Any], Any]) -> Any:
     return ours
 
 
-@pytest.mark.parametrize(
-    ("schedule", "options"),
-    [
-        ("reduce_lr_on_plateau", {"patience": 0, "threshold": 10.0}),
-        pytest.param("greedy", {"patience": 1, "factor": 0.5, "min_lr": 1e-5}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "options"), [
+    ("reduce_lr_on_plateau", {"patience": 0, "threshold": 10.0}),
+    pytest.param("greedy", {"patience": 1, "factor": 0.5, "min_lr": 1e-5}, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_metric_schedules_are_those_of_a_stock_trainer(arguments: Any, schedule: str, options: Any) -> None:
     """And a resumed run continues them to the bit."""
     if schedule not in [member.value for member in transformers.SchedulerType]:
         pytest.skip("this transformers has no such schedule")
-    fields = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": options, **EVALUATED}
-    fields |= {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    fields = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": options, "max_steps": 6}
+    fields |= {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 1}
     data = {"eval_dataset": Tokens(4, "classes")}
     stock, straight = (trained(kind, arguments(kind.__name__, **fields), **data) for kind in KINDS)
     expected, rates = (
@@ -146,16 +140,13 @@ def test_input_tokens_are_counted_as_by_a_stock_trainer(arguments: Any, value: A
     assert counts[0] == counts[1] == counts[2] and len(counts[0]) == 3
 
 
-def test_accelerator_config_sets_the_accumulation(arguments: Any) -> None:
-    config = {"gradient_accumulation_kwargs": {"num_steps": 2}}
+def test_accelerator_config_sets_accumulation_and_exchanges(arguments: Any) -> None:
+    config: Any = {"gradient_accumulation_kwargs": {"num_steps": 2}}
     args = arguments(accelerator_config=config, max_steps=-1, num_train_epochs=1)
     for _ in range(2):  # the same settings can be used for a second trainer
         trainer = trained(HFTrainer, args, train_dataset=Tokens(16, "classes"))
         assert (trainer.gradient_accumulation_steps, trainer.progress.step) == (2, 2)
         assert trainer.args.gradient_accumulation_steps == 2  # as in transformers
-
-
-def test_accelerator_config_sets_the_exchange_of_each_batch(arguments: Any) -> None:
     config = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     args = arguments(accelerator_config=config, gradient_accumulation_steps=3, max_steps=2)
     trainer = HFTrainer(bert(), args, Tokens(16, "classes"))
@@ -164,13 +155,10 @@ def test_accelerator_config_sets_the_exchange_of_each_batch(arguments: Any) -> N
     assert {call.args or tuple(call.kwargs.values()) for call in accumulating.call_args_list} == {(True,)}
 
 
-@pytest.mark.parametrize(
-    ("optim", "options"),
-    [
-        ("sgd", "momentum=0.5,nesterov=True"), ("rmsprop", "alpha=0.5,centered=True"), ("adagrad", "lr_decay=0.1"),
-        ("adafactor", None), ("adamw_torch", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("optim", "options"), [
+    ("sgd", "momentum=0.5,nesterov=True"), ("rmsprop", "alpha=0.5,centered=True"), ("adagrad", "lr_decay=0.1"),
+    ("adafactor", None), ("adamw_torch", None),
+])  # fmt: skip
 def test_optim_and_its_options_are_those_of_a_stock_trainer(arguments: Any, optim: str, options: str | None) -> None:
     fields = {"weight_decay": 0.25, "adam_beta1": 0.5, "adam_beta2": 0.75, "adam_epsilon": 1e-3}
     args = arguments(optim=optim, optim_args=options, **fields)
@@ -329,9 +317,7 @@ class Patient(transformers.TrainerCallback, ExportableState):
 
 
 @pytest.mark.parametrize("restores", thinned([False, True], [False]))
-def test_callback_states_are_restored(
-    arguments: Any, restores: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_callback_states_are_restored(arguments: Any, restores: bool, caplog: Any, monkeypatch: Any) -> None:
     """Without pickle, and also of a run that has finished; arguments if the training arguments request it."""
     monkeypatch.setattr(torch, "load", None)
     fields = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}

@@ -7,6 +7,7 @@ import torch
 import transformers
 from recipes import Sentences, StopAt, Tagger, distance, rows, t16, weights
 from tiny import Tokens, bert, llama, t5
+from torch.nn.functional import cross_entropy
 
 from omnitrain import CrossEntropy, HFTrainer
 from omnitrain.core.errors import ConfigError, DataError
@@ -49,16 +50,14 @@ def test_smoothed_step_is_the_same_in_every_split(arguments: Any, model: Any) ->
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
 
 
-def unshifted(logits: Any, labels: Any, vocab_size: int, **_: Any) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
 @pytest.mark.parametrize("loss", ["masked", "custom", "causal"])
 def test_smoothed_loss_shifts_as_the_loss_of_the_model(arguments: Any, loss: str) -> None:
     """A decoder that is trained to fill gaps has the class of a causal model, and the loss of another."""
     model, data, is_causal = llama(), Tokens(4), loss == "causal"
-    if not is_causal:
-        model.loss_function = {"masked": transformers.loss.loss_utils.ForMaskedLMLoss, "custom": unshifted}[loss]
+    if loss == "masked":
+        model.loss_function = transformers.loss.loss_utils.ForMaskedLMLoss
+    elif loss == "custom":
+        model.loss_function = lambda logits, labels, **_: cross_entropy(logits.flatten(0, 1), labels.flatten())
     assert HFTrainer(model, arguments(), data).settings.loss_fn.shift == is_causal
     args = arguments(label_smoothing_factor=0.0)
     HFTrainer(model, args, data, loss_fn=CrossEntropy(shift=is_causal))
@@ -87,32 +86,28 @@ def test_evaluated_loss_is_the_mean_over_labels(arguments: Any) -> None:
 
 FACTOR = "label_smoothing_factor=0.2"
 SMALL = {"vocab_size": 32, "d_model": 8}
-BART = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
 
 
 def bart_decoder() -> Any:
     """A model whose class has its own loss, which does not shift labels."""
-    return transformers.BartForCausalLM(transformers.BartConfig(**SMALL, **BART))
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    return transformers.BartForCausalLM(transformers.BartConfig(**SMALL, **heads, encoder_layers=1, decoder_layers=1))
 
 
 def xlnet() -> Any:
     return transformers.XLNetLMHeadModel(transformers.XLNetConfig(**SMALL, n_layer=1, n_head=2, d_inner=8))
 
 
-@pytest.mark.parametrize(
-    ("model", "data", "fields", "options", "error", "message"),
-    [
-        (t16, rows(4), {}, {"loss_fn": lambda outputs, labels: 0}, ConfigError, f"{FACTOR}.*loss_fn"),
-        (t16, rows(4), {}, {"compute_loss_func": lambda outputs, labels: 0}, ConfigError, f"{FACTOR}.*compute_loss_f"),
-        (t16, rows(4), {}, {"unit": lambda batch: 0}, ConfigError, f"{FACTOR}.*`unit`"),
-        (t16, rows(4), {"label_smoothing_factor": 1.5}, {}, ConfigError, "between 0 and 1, got 1.5"),
-        (t16, rows(4), {}, {}, DataError, f"{FACTOR}.*float"),
-        (llama, Tokens(4, "prompts"), {}, {}, DataError, f"{FACTOR}.*none"),
-        (bart_decoder, Tokens(4), {}, {}, ConfigError, f"{FACTOR}.*BartForCausalLM.*shift=False"),
-        (xlnet, Tokens(4), {}, {}, ConfigError, f"{FACTOR}.*XLNetLMHeadModel.*shift=False"),
-    ],
-    ids=["loss_fn", "compute_loss_func", "unit", "range", "float", "none", "bart", "xlnet"],
-)
+@pytest.mark.parametrize(("model", "data", "fields", "options", "error", "message"), [
+    (t16, rows(4), {}, {"loss_fn": lambda outputs, labels: 0}, ConfigError, f"{FACTOR}.*loss_fn"),
+    (t16, rows(4), {}, {"compute_loss_func": lambda outputs, labels: 0}, ConfigError, f"{FACTOR}.*compute_loss_f"),
+    (t16, rows(4), {}, {"unit": lambda batch: 0}, ConfigError, f"{FACTOR}.*`unit`"),
+    (t16, rows(4), {"label_smoothing_factor": 1.5}, {}, ConfigError, "between 0 and 1, got 1.5"),
+    (t16, rows(4), {}, {}, DataError, f"{FACTOR}.*float"),
+    (llama, Tokens(4, "prompts"), {}, {}, DataError, f"{FACTOR}.*none"),
+    (bart_decoder, Tokens(4), {}, {}, ConfigError, f"{FACTOR}.*BartForCausalLM.*shift=False"),
+    (xlnet, Tokens(4), {}, {}, ConfigError, f"{FACTOR}.*XLNetLMHeadModel.*shift=False"),
+], ids=["loss_fn", "compute_loss_func", "unit", "range", "float", "none", "bart", "xlnet"])  # fmt: skip
 def test_smoothing_rejects_other_losses_and_labels(
     arguments: Any, model: Any, data: Any, fields: Any, options: Any, error: type[Exception], message: str
 ) -> None:
