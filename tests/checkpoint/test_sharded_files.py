@@ -131,17 +131,14 @@ class Placed:
         return self.shape.numel()
 
 
-@pytest.mark.parametrize(
-    ("mesh", "dimensions", "placements"),
-    [
-        ((3,), (0,), [Shard(1)]), ((7,), (0,), [Shard(0)]), ((3,), (0,), [Replicate()]),
-        ((2, 2), (0, 1), [Replicate(), Shard(0)]), ((2, 3), (0, 1), [Shard(0), Shard(1)]),
-        ((2, 2), (0, 1), [Shard(0), Shard(0)]), ((3, 2), (0, 1), [_StridedShard(0, split_factor=2), Shard(0)]),
-        ((2, 2), (0, 1), [_StridedShard(1, split_factor=2), Shard(1)]), ((2, 3, 2), (0,), [Shard(0)]),
-        ((2, 3, 2), (1,), [Shard(1)]), ((2, 3, 2), (0, 1), [Replicate(), Shard(0)]),
-        ((2, 3, 2), (0, 2), [Shard(0), Shard(1)]), ((2, 3, 2), (0, 1, 2), [Replicate(), Shard(0), Shard(1)]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("mesh", "dimensions", "placements"), [
+    ((3,), (0,), [Shard(1)]), ((7,), (0,), [Shard(0)]), ((3,), (0,), [Replicate()]),
+    ((2, 2), (0, 1), [Replicate(), Shard(0)]), ((2, 3), (0, 1), [Shard(0), Shard(1)]),
+    ((2, 2), (0, 1), [Shard(0), Shard(0)]), ((3, 2), (0, 1), [_StridedShard(0, split_factor=2), Shard(0)]),
+    ((2, 2), (0, 1), [_StridedShard(1, split_factor=2), Shard(1)]), ((2, 3, 2), (0,), [Shard(0)]),
+    ((2, 3, 2), (1,), [Shard(1)]), ((2, 3, 2), (0, 1), [Replicate(), Shard(0)]),
+    ((2, 3, 2), (0, 2), [Shard(0), Shard(1)]), ((2, 3, 2), (0, 1, 2), [Replicate(), Shard(0), Shard(1)]),
+])  # fmt: skip
 def test_sharded_tensor_reads_as_slices_of_the_full(
     mesh: Shape, dimensions: Shape, placements: list[Any], tmp_path: Path
 ) -> None:

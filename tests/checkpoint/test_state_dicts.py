@@ -149,15 +149,11 @@ def test_load_weights_leaves_buffers_to_custom_loaders(make: Any) -> None:
     assert_same(dict(target.state_dict()), dict(source.state_dict()))
 
 
-@pytest.mark.parametrize(
-    ("model", "attribute", "value", "message"),
-    [
-        (Queue, "seen", torch.arange(3.0), r"'seen' has shape \(3,\) there and \(0,\).*or `_load_from_state_dict`"),
-        (Growing, "raises", True, r"there does not fit the model, which rejected it: KeyError: 'no'"),
-        (Growing, "layer", nn.Linear(2, 1), r"'layer.weight' has shape \(1, 2\) there and \(1, 1\) in the model"),
-    ],
-    ids=["no loader", "loader raises", "parameter"],
-)
+@pytest.mark.parametrize(("model", "attribute", "value", "message"), [
+    (Queue, "seen", torch.arange(3.0), r"'seen' has shape \(3,\) there and \(0,\).*or `_load_from_state_dict`"),
+    (Growing, "raises", True, r"there does not fit the model, which rejected it: KeyError: 'no'"),
+    (Growing, "layer", nn.Linear(2, 1), r"'layer.weight' has shape \(1, 2\) there and \(1, 1\) in the model"),
+], ids=["no loader", "loader raises", "parameter"])  # fmt: skip
 def test_load_weights_failure_leaves_the_model(model: Any, attribute: str, value: Any, message: str) -> None:
     """A loader decides about buffers only, and the model is restored if it raises."""
     source, target = model(), model()

@@ -153,18 +153,12 @@ def test_generation_rejects_what_it_cannot_do(arguments: Any) -> None:
 TUPLES = torch.utils.data.TensorDataset(torch.full((3, 4), 5), torch.full((3, 4), 5))
 
 
-@pytest.mark.parametrize(
-    ("make", "config", "data", "message"),
-    [
-        (t5, {"num_return_sequences": 2, "num_beams": 2}, Tokens(3, "pairs"), "generated 6 sequences for 3 samples"),
-        (llama, {"pad_token_id": None}, Tokens(3, "prompts"), "`pad_token`"),
-        (llama, {}, TUPLES, "batches that are dicts, got a tuple"),
-    ],
-    ids=["sequences", "padding", "tuple"],
-)
-def test_generated_predictions_need_their_data(
-    arguments: Any, make: Any, config: dict[str, Any], data: Any, message: str
-) -> None:
+@pytest.mark.parametrize(("make", "config", "data", "message"), [
+    (t5, {"num_return_sequences": 2, "num_beams": 2}, Tokens(3, "pairs"), "generated 6 sequences for 3 samples"),
+    (llama, {"pad_token_id": None}, Tokens(3, "prompts"), "`pad_token`"),
+    (llama, {}, TUPLES, "batches that are dicts, got a tuple"),
+], ids=["sequences", "padding", "tuple"])  # fmt: skip
+def test_generated_predictions_need_their_data(arguments: Any, make: Any, config: Any, data: Any, message: str) -> None:
     model = make()
     for name, value in config.items():
         setattr(model.generation_config, name, value)

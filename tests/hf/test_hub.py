@@ -221,15 +221,11 @@ def test_model_card_has_the_numbers_of_the_run(hub: Hub, build: Any) -> None:
     assert trainer.engine.args.num_train_epochs > 2  # which is what their loop has
 
 
-@pytest.mark.parametrize(
-    ("options", "texts"),
-    [
-        ({"batch_size": 4, "global_batch_size": 7}, ["train_batch_size: 4", "total_train_batch_size: 7"]),
-        ({"batch_size": 4, "global_batch_size": 3}, ["train_batch_size: 4", "total_train_batch_size: 3"]),
-        ({"batch_size": 2, "epochs": 5, "seed": 8}, ["train_batch_size: 2", "seed: 8", "num_epochs: 5"]),
-    ],
-    ids=["step of 7", "step of 3", "all"],
-)
+@pytest.mark.parametrize(("options", "texts"), [
+    ({"batch_size": 4, "global_batch_size": 7}, ["train_batch_size: 4", "total_train_batch_size: 7"]),
+    ({"batch_size": 4, "global_batch_size": 3}, ["train_batch_size: 4", "total_train_batch_size: 3"]),
+    ({"batch_size": 2, "epochs": 5, "seed": 8}, ["train_batch_size: 2", "seed: 8", "num_epochs: 5"]),
+], ids=["step of 7", "step of 3", "all"])  # fmt: skip
 def test_model_card_has_our_arguments(hub: Hub, tmp_path: Path, options: dict[str, Any], texts: list[str]) -> None:
     trainer = HFTrainer(classifier(), None, LINES, processing_class=TOKENIZER, save_dir=tmp_path, **options)
     trainer.create_model_card()

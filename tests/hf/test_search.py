@@ -143,18 +143,15 @@ def test_model_init_may_take_the_trial(arguments: Any) -> None:
     assert trials[0] is None and trials[-1].params.keys() == {"learning_rate"}  # outside of a search, and in it
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"model_init": None}, "needs `model` or `model_init`, and neither is given. Pass one of them"),
-        ({"model": t16(), "model_init": fresh}, "needs `model` or `model_init`, and both are given. Pass one of them"),
-        ({"model_init": lambda trial, size: fresh()}, "must take no argument, or one.* It takes trial, size"),
-        ({"model_init": lambda: None}, "must return an nn.Module, got NoneType"),
-        ({"model_init": 3}, "must be a function that returns a model, got int"),
-        ({"optimizer": torch.optim.SGD(t16().parameters(), lr=0.1)}, "`optimizer` belongs to one model"),
-        ({"unit": lambda batch: None}, "`unit` has its own model"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"model_init": None}, "needs `model` or `model_init`, and neither is given. Pass one of them"),
+    ({"model": t16(), "model_init": fresh}, "needs `model` or `model_init`, and both are given. Pass one of them"),
+    ({"model_init": lambda trial, size: fresh()}, "must take no argument, or one.* It takes trial, size"),
+    ({"model_init": lambda: None}, "must return an nn.Module, got NoneType"),
+    ({"model_init": 3}, "must be a function that returns a model, got int"),
+    ({"optimizer": torch.optim.SGD(t16().parameters(), lr=0.1)}, "`optimizer` belongs to one model"),
+    ({"unit": lambda batch: None}, "`unit` has its own model"),
+])  # fmt: skip
 def test_model_init_rejects_what_makes_no_models(arguments: Any, options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(arguments(), **options)
@@ -295,19 +292,16 @@ def test_trial_that_diverges_fails_and_the_search_continues(arguments: Any, capl
     assert [text for text in caplog.messages if "Trial run-0 has failed: " in text]
 
 
-@pytest.mark.parametrize(
-    ("trainer_options", "options", "message"),
-    [
-        ({"model": t16(), "model_init": None}, {}, "needs `model_init`, which makes the model of each trial"),
-        ({"eval_dataset": None}, {}, "needs `eval_dataset`, which gives the score of each trial"),
-        ({"args": None}, {}, "needs `training_args`, which have the fields that a trial changes"),
-        ({}, {"backend": "ray"}, "backend='ray' would send the trainer to other processes.*backend='optuna'"),
-        ({}, {"n_jobs": 2}, "n_jobs=2 would make trials share a random generator"),
-        ({}, {"hp_space": lambda trial: {"learning_rat": 0.1}},
-         "'learning_rat', which is not a field.*Did you mean 'learning_rate'"),
-        ({}, {"hp_space": lambda trial: None}, "must return a dict of training arguments, got None"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("trainer_options", "options", "message"), [
+    ({"model": t16(), "model_init": None}, {}, "needs `model_init`, which makes the model of each trial"),
+    ({"eval_dataset": None}, {}, "needs `eval_dataset`, which gives the score of each trial"),
+    ({"args": None}, {}, "needs `training_args`, which have the fields that a trial changes"),
+    ({}, {"backend": "ray"}, "backend='ray' would send the trainer to other processes.*backend='optuna'"),
+    ({}, {"n_jobs": 2}, "n_jobs=2 would make trials share a random generator"),
+    ({}, {"hp_space": lambda trial: {"learning_rat": 0.1}},
+     "'learning_rat', which is not a field.*Did you mean 'learning_rate'"),
+    ({}, {"hp_space": lambda trial: None}, "must return a dict of training arguments, got None"),
+])  # fmt: skip
 def test_search_is_rejected_before_the_first_step(
     arguments: Any, trainer_options: Any, options: Any, message: str
 ) -> None:

@@ -161,24 +161,18 @@ def test_custom_loop_steps_the_schedule_by_step_or_epoch() -> None:
 
 
 FORGETFUL: Any = type("Forgetful", (Custom,), {"_train_epoch": lambda self, epoch: self.optimizer.step()})
-
-
-def loss_unit(batch: Any) -> torch.Tensor:
-    return t16()(batch[0]).sum()
-
-
 NOT_STEPPED = r"not stepped in an epoch .*scheduler_interval='epoch'"
-WRONG: list[tuple[type[BaseTrainer], dict[str, Any], type[Exception], str]] = [
+
+
+@pytest.mark.parametrize(("kind", "options", "error", "words"), [
     (FORGETFUL, {}, ValueError, "_train_epoch must return"),
     (Custom, {"epochs": 2, "warmup_steps": 2}, ConfigError, NOT_STEPPED),
     (Custom, {"epochs": 2, "lr_scheduler": "cosine"}, ConfigError, NOT_STEPPED),
     (Trainer, {"grad_reduction": "per-token-mean"}, DataError, "per-token-mean"),
-    (Trainer, {"grad_reduction": "per-token-mean", "loss_fn": None, "unit": loss_unit}, DataError, "num_targets"),
+    (Trainer, {"grad_reduction": "per-token-mean", "loss_fn": None, "unit": lambda batch: t16()(batch[0]).sum()},
+     DataError, "num_targets"),
     (Trainer, {"dtypes": {"reductions": "bf16"}}, ConfigError, r"'reductions'.*Trainer has only one.*Accelerate"),
-]
-
-
-@pytest.mark.parametrize(("kind", "options", "error", "words"), WRONG)
+])  # fmt: skip
 def test_trainer_rejects_wrong_loops_and_options(kind: Any, options: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         kind(t16(), rows(20), **{**OPTIONS, **options}).train()
