@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from marks import TRAINERS
 from recipes import StopAt, fit, rows, small_trainer
 
 from omnitrain import EarlyStopping
@@ -55,10 +56,13 @@ def test_stopper_without_state_dict_warns(tmp_path: Path, caplog: pytest.LogCapt
     assert "early stopper" not in caplog.text
 
 
-@pytest.mark.parametrize(("patience", "last"), [("2ep", 10), ("6ba", 8), ("0.5dur", 14), ("20ep", 24)])
-def test_patience_is_a_duration(trainer_class: Any, patience: str, last: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "patience", "last"), [
+    ("native", "2ep", 10), ("native", "6ba", 8), ("native", "0.5dur", 14), ("native", "20ep", 24),
+    ("accelerate", "6ba", 8), ("hf", "2ep", 10), ("hf", "20ep", 24),
+])  # fmt: skip
+def test_patience_is_a_duration(kind: str, patience: str, last: int, tmp_path: Path) -> None:
     """From the last gain, at step 2, to the first evaluation after it; as a callback, and resumed before and after."""
-    options = {"kind": trainer_class, "data": rows(16), "batch_size": 4, "epochs": 6, "learning_rate": 0.0}
+    options = {"kind": TRAINERS[kind], "data": rows(16), "batch_size": 4, "epochs": 6, "learning_rate": 0.0}
     options |= {"eval_steps": 2, "load_best_at_end": False}
     reason = "epochs" if last == 24 else "early_stopping"
     for way in ({"patience": patience}, {"callbacks": [EarlyStopping(patience)]}):

@@ -90,9 +90,8 @@ def test_adapters_of_a_plain_module_reopen(tmp_path: Path) -> None:
         torch.manual_seed(0)
         return nn.Sequential(OrderedDict(hidden=nn.Linear(4, 8), out=nn.Linear(8, 1))).double()
 
-    trainer = fit(
-        make_small("native", adapted(base(), target_modules=["out"]), rows(8), save_dir=tmp_path / "run", epochs=1)
-    )
+    model = adapted(base(), target_modules=["out"])
+    trainer = fit(make_small("native", model, rows(8), save_dir=tmp_path / "run", epochs=1))
     check_reopens(trainer, tmp_path, base=base)
 
 

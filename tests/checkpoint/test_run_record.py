@@ -50,9 +50,8 @@ def test_record_has_each_start_and_checkpoints_the_last(trainer_class: Any, tmp_
     assert second["data"]["train_dataset"][""]["size"] == 16 and second["code"]["loss_fn"]
     assert second["command"][0].endswith(Path(sys.orig_argv[0]).name)
     make(tmp_path / "other", trainer_class, size=12).train()
-    digests = [
-        start["data"]["train_dataset"][""]["digest"] for start in (first, second, *starts_of(tmp_path / "other"))
-    ]
+    starts = first, second, *starts_of(tmp_path / "other")
+    digests = [start["data"]["train_dataset"][""]["digest"] for start in starts]
     assert digests[0] == digests[1] != digests[2]
 
 

@@ -175,10 +175,8 @@ def test_save_model_config_equals_save_pretrained(make: Any, dtype: Any, is_comp
     model_files.save_model(wrapped, ours, overwrite=False)
     assert model.config.to_dict() == before
     model.save_pretrained(tmp_path / "theirs")
-    configs, theirs = (
-        {path.name: json.loads(path.read_text()) for path in folder.glob("*.json")}
-        for folder in (ours, tmp_path / "theirs")
-    )
+    folders = ours, tmp_path / "theirs"
+    configs, theirs = ({file.name: json.loads(file.read_text()) for file in each.glob("*.json")} for each in folders)
     assert configs == theirs
     loaded = type(model).from_pretrained(ours)
     assert loaded.dtype == dtype

@@ -470,11 +470,9 @@ def test_to_delete_keeps_newest_best_and_every(
 def test_to_delete_includes_former_bests_saved_as_such() -> None:
     bests = [CheckpointInfo(step, best=step < 3) for step in range(1, 5)]
     assert to_delete(bests, keep_last=1) == [1, 3]
-    scores = {100: 0.5, 110: 0.6, 120: 0.7, 200: 0.1, 210: 0.8, 300: 0.2}
-    saved = [
-        CheckpointInfo(step, score, sequence, best=step in (110, 120, 210), for_best=step in (110, 120, 210))
-        for sequence, (step, score) in enumerate(scores.items(), start=1)
-    ]
+    scores, for_best = {100: 0.5, 110: 0.6, 120: 0.7, 200: 0.1, 210: 0.8, 300: 0.2}, (110, 120, 210)
+    rows = [(step, score, number) for number, (step, score) in enumerate(scores.items(), start=1)]
+    saved = [CheckpointInfo(*row, best=row[0] in for_best, for_best=row[0] in for_best) for row in rows]
     assert to_delete(saved, keep_last=None) == [110, 120]
     assert to_delete(saved, keep_last=None, keep_best=2) == [110]
     assert to_delete(saved, keep_last=2) == [100, 110, 120]  # they do not count among the newest

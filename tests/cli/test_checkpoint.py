@@ -323,6 +323,5 @@ def test_commands_reject_other_paths(tmp_path: Path, checkpoint: Any) -> None:
 
 def test_format_page_describes_every_field(run: Path) -> None:
     page = (ROOT / "docs" / "checkpoint-format.md").read_text(encoding="utf-8").split("## omnitrain.json")[1]
-    assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == sorted(
-        [*content_of(run / "checkpoint-12"), "parts"]
-    )
+    names = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert sorted(names) == sorted([*content_of(run / "checkpoint-12"), "parts"])

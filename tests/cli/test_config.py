@@ -70,11 +70,8 @@ def test_train_words_override_file(folder: Path) -> None:
     trainer = trainer_in(folder / "runs" / "a" / "config.yaml")
     parts = (trainer["model"], trainer["callbacks"][0], trainer["eval_dataset"], trainer["loss_fn"])
     assert [part["init_args"] for part in parts] == [
-        {"width": 6},
-        {"patience": 2},
-        {"seed": 3},
-        {"label_smoothing": 0.1},
-    ]
+        {"width": 6}, {"patience": 2}, {"seed": 3}, {"label_smoothing": 0.1}
+    ]  # fmt: skip
     names = ("class_path", "epochs", "learning_rate", "overwrite")
     assert [trainer[name] for name in names] == ["AccelerateTrainer", 1, 1e-3, True]
     assert trainer["loss_fn"]["class_path"] == "torch.nn.CrossEntropyLoss" and "batch_size" not in trainer

@@ -74,10 +74,8 @@ def test_digits_on_two_processes(tmp_path: Path) -> None:
 
 def test_demo_saves_and_prints_results(finished: Finished) -> None:
     trainer, out, printed = finished
-    assert_equal(
-        load_file(out / "model" / "model.safetensors"),
-        {name: tensor.cpu() for name, tensor in trainer.get_model().state_dict().items()},
-    )
+    weights = {name: tensor.cpu() for name, tensor in trainer.get_model().state_dict().items()}
+    assert_equal(load_file(out / "model" / "model.safetensors"), weights)
     assert MetricsDict.from_json(out / "metrics.json") == trainer.metrics
     kinds = {json.loads(line)["kind"] for line in (out / "metrics.jsonl").read_text().splitlines()}
     assert kinds == {"train", "eval", "test"} and (out / "curves.png").read_bytes().startswith(b"\x89PNG")

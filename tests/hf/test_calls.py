@@ -55,10 +55,8 @@ def verdicts() -> dict[str, set[str]]:
     table = text.split("\n## Every public name of transformers.Trainer\n")[1].split("\n## ")[0]
     same, engine = (re.findall(rf"\n\| {words} \| (.*) \|", table) for words in ("the same", "passed on to the engine"))
     another, absent = (re.split(rf"\n\| {words} \|", table)[1].split("\n\n")[0] for words in ("different", "missing"))
-    first_cells = {
-        kind: [row.split(" | ")[0] for row in rows.splitlines()[2:]]
-        for kind, rows in (("another", another), ("absent", absent))
-    }
+    tables = {"another": another, "absent": absent}
+    first_cells = {kind: [row.split(" | ")[0] for row in rows.splitlines()[2:]] for kind, rows in tables.items()}
     cells = {"same": same, "engine": engine, **first_cells}
     return {kind: set(re.findall(r"`(\w+)`", " ".join(names))) for kind, names in cells.items()}
 
@@ -500,16 +498,15 @@ class Summed(HFTrainer):
 
 def test_items_of_a_batch_turn_a_sum_into_a_mean() -> None:
     """Also in evaluations, and of a batch in which no label counts."""
-    data, options = Blank(24, [3]), {"batch_size": 1, "gradient_accumulation_steps": 4}
-    (plain, loss), *others = (
-        (weights(trainer.model), trainer.evaluate(Sentences(8))["eval_loss"])
-        for trainer in (
-            fit(sentences(kind, data, **options, **more))
-            for kind, more in ((HFTrainer, {}), (Summed, {}), (HFTrainer, {"compute_loss_func": summed}))
-        )
-    )
-    for other, other_loss in others:
-        assert distance(plain, other) < 1e-6 and other_loss == pytest.approx(loss)
+    data, loss_func = Blank(24, [3]), mock.Mock(wraps=summed)
+    options = {"batch_size": 1, "gradient_accumulation_steps": 4}
+    plain = fit(sentences(HFTrainer, data, **options))
+    loss = plain.evaluate(Sentences(8))["eval_loss"]
+    for kind, more in ((Summed, {}), (HFTrainer, {"compute_loss_func": loss_func})):
+        trainer = fit(sentences(kind, data, **options, **more))
+        assert distance(weights(plain.model), weights(trainer.model)) < 1e-6
+        assert trainer.evaluate(Sentences(8))["eval_loss"] == pytest.approx(loss)
+    assert loss_func.call_count >= 26  # of the last trainer: for each sample and each batch of evaluations
 
 
 # --- other methods of subclasses

@@ -128,10 +128,8 @@ def test_batch_metrics_are_called_as_by_a_stock_trainer(arguments: Any) -> None:
     for kind in KINDS:
         metrics = Accuracy()
         trainer: Any = kind(bert(), args, eval_dataset=data, compute_metrics=metrics)
-        accuracy, predictions = trainer.evaluate()["eval_accuracy"], trainer.predict(data)
-        results.append(
-            (accuracy, predictions.metrics["test_accuracy"], predictions.predictions.tolist(), metrics.calls)
-        )
+        accuracy, (predictions, _, tested) = trainer.evaluate()["eval_accuracy"], trainer.predict(data)
+        results.append((accuracy, tested["test_accuracy"], predictions.tolist(), metrics.calls))
     assert results[1] == results[0]
     assert results[1][-1] == [(3, False), (3, False), (1, True)] * 2
     metrics, sets = Accuracy(), {"one": Tokens(4, "classes"), "two": Tokens(3, "classes")}

@@ -190,10 +190,8 @@ def test_optim_target_modules_reach_the_optimizer(arguments: Any, monkeypatch: p
 
 
 def test_neftune_noise_is_only_in_training(arguments: Any) -> None:
-    plain, noisy = (
-        HFTrainer(llama(), arguments(neftune_noise_alpha=alpha, max_steps=2), Tokens(8), Tokens(8))
-        for alpha in (None, 5.0)
-    )
+    both = (arguments(neftune_noise_alpha=alpha, max_steps=2) for alpha in (None, 5.0))
+    plain, noisy = (HFTrainer(llama(), args, Tokens(8), Tokens(8)) for args in both)
     assert plain.evaluate()["eval_loss"] == noisy.evaluate()["eval_loss"]
     assert not same(weights(fit(plain).model), weights(fit(noisy).model))
 

@@ -78,11 +78,9 @@ def test_generated_predictions_are_as_wide_as_the_config(arguments: Any, size: i
 
 
 def test_generated_predictions_are_the_same_in_every_split(arguments: Any) -> None:
-    sizes = ({"per_device_eval_batch_size": size, "generation_max_length": 30} for size in (2, 7))
-    first, other = (
-        HFTrainer(ending(t5()), arguments(**fields), compute_metrics=score).predict(Tokens(7, "pairs"))
-        for fields in sizes
-    )
+    both = [arguments(per_device_eval_batch_size=size, generation_max_length=30) for size in (2, 7)]
+    trainers = [HFTrainer(ending(t5()), args, compute_metrics=score) for args in both]
+    first, other = (trainer.predict(Tokens(7, "pairs")) for trainer in trainers)
     assert np.array_equal(first.predictions, other.predictions) and np.array_equal(first.labels, other.labels)
     assert first.metrics == pytest.approx(other.metrics, rel=1e-6)
     assert set(first.labels[:, -1]) == {-100} and -100 not in first.predictions and 0 in first.predictions[:, -1]
@@ -95,7 +93,8 @@ def test_evaluate_generates_nothing_without_metrics(arguments: Any, monkeypatch:
     assert trainer.evaluate().keys() == {"eval_loss"}
     with pytest.raises(TypeError):
         trainer.predict(data)
-    trainer = HFTrainer(bert(), arguments(prediction_loss_only=True), eval_dataset=Tokens(3, "classes"))
+    options = {"eval_dataset": Tokens(3, "classes"), "compute_metrics": score}
+    trainer = HFTrainer(bert(), arguments(prediction_loss_only=True), **options)
     assert trainer.evaluate().keys() == {"eval_loss"}
 
 

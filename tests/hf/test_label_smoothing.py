@@ -68,10 +68,8 @@ def test_smoothed_loss_shifts_as_the_loss_of_the_model(arguments: Any, loss: str
 
 def test_evaluated_loss_is_the_mean_over_labels(arguments: Any) -> None:
     model, data = llama(), Tokens(7)
-    losses = [
-        HFTrainer(model, arguments(per_device_eval_batch_size=size), data).evaluate(data)["eval_loss"]
-        for size in (1, 2, 7)
-    ]
+    trainers = [HFTrainer(model, arguments(per_device_eval_batch_size=size), data) for size in (1, 2, 7)]
+    losses = [trainer.evaluate(data)["eval_loss"] for trainer in trainers]
     with torch.no_grad():
         logits = model.eval()(input_ids=data.ids).logits[:, :-1]
     labels = data.labels[:, 1:]

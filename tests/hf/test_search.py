@@ -227,9 +227,8 @@ def test_trial_has_the_arguments_of_the_trainer(arguments: Any) -> None:
 
     counts = counting(events, Callback, "on_step_end", "on_train_end")
     options = {"scale": 3.0, "compute_metrics": error, "patience": 1}
-    trainer = build(
-        arguments(max_steps=6), Scaled, callbacks=[counts, callback(TrainerCallback, on_train_begin=note)], **options
-    )
+    callbacks = [counts, callback(TrainerCallback, on_train_begin=note)]
+    trainer = build(arguments(max_steps=6), Scaled, callbacks=callbacks, **options)
     best = search(
         trainer,
         compute_objective=lambda metrics: scores.append(metrics) or metrics["eval_error"],

@@ -169,9 +169,8 @@ def test_best_checkpoint_goes_by_the_direction_of_its_metric(
 
 
 def test_second_train_starts_over_with_the_present_weights(arguments: Any) -> None:
-    native, trainer = (
-        fit(trained(t16(), rows(20), kind=kind, epochs=1, lr_scheduler="linear")) for kind in (Trainer, HFTrainer)
-    )
+    options = {"epochs": 1, "lr_scheduler": "linear"}
+    native, trainer = (fit(trained(t16(), rows(20), kind=kind, **options)) for kind in (Trainer, HFTrainer))
     assert trainer.progress.step == 5 and len(trainer.metrics["train_metrics_history"]) == 1
     assert same(weights(native.model), weights(trainer.model))
     trainer = make(KeyedModel(), Keyed(), arguments(optim="sgd", weight_decay=0.1, max_steps=2, **TRAIN_ONLY))
@@ -232,10 +231,8 @@ def test_checkpoint_has_pickles_only_for_a_stock_trainer(arguments: Any, tmp_pat
     keyed(arguments("plain", max_steps=2))
     run = keyed(arguments("stock", max_steps=2), stock_checkpoints=True)
     keyed(kind=Trainer, eval_dataset=None, max_steps=2, save_dir=tmp_path / "native", save_steps=2)
-    native, plain, stock = (
-        {path.name for path in (tmp_path / run / "checkpoint-2").rglob("*") if path.is_file()}
-        for run in ("native", "plain", "stock")
-    )
+    folders = [tmp_path / name / "checkpoint-2" for name in ("native", "plain", "stock")]
+    native, plain, stock = ({path.name for path in folder.rglob("*") if path.is_file()} for folder in folders)
     assert plain == native | {"trainer_state.json"}
     assert stock == plain | {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"}
     assert {Path(name).name for name in run.store.resolve("last")[1]["files"]} | {
