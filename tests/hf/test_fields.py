@@ -12,10 +12,24 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from counting import Streamed
 from marks import thinned
-from recipes import Sentences, StopAt, Tagger, Trace, callback, fit, same, trainer_on_cpu, weights
+from recipes import (
+    Sentences,
+    Starving,
+    StopAt,
+    Tagger,
+    Trace,
+    callback,
+    distance,
+    fit,
+    rows,
+    same,
+    trainer_on_cpu,
+    weights,
+)
 from tiny import Tokens, bert, llama
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -153,6 +167,50 @@ def test_accelerator_config_sets_accumulation_and_exchanges(arguments: Any) -> N
     with mock.patch.object(trainer, "_accumulating", wraps=trainer._accumulating) as accumulating:
         trainer.train()
     assert {call.args or tuple(call.kwargs.values()) for call in accumulating.call_args_list} == {(True,)}
+
+
+FINDS = {"auto_find_batch_size": True, "per_device_train_batch_size": 8}
+
+
+def test_auto_find_batch_size_gives_the_numbers_of_small_ones(arguments: Any) -> None:
+    """Of a stream, whose rows in the log of transformers count micro-batches."""
+
+    def rows_of(trainer: Any) -> list[dict[str, Any]]:
+        """Return all rows without durations, and without the epoch, which transformers counts in micro-batches."""
+        rows = [*trainer.metrics["train_metrics_history"], *trainer.metrics["valid"], *trainer.state.log_history]
+        ignored = ("runtime", "per_second", "epoch")
+        return [{key: value for key, value in row.items() if not key.endswith(ignored)} for row in rows]
+
+    fields = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 9, "logging_steps": 2}
+    small = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    data = {"train_dataset": Streamed(rows(20)), "eval_dataset": rows(5), "loss_fn": F.mse_loss}
+    trainer = trained(HFTrainer, arguments("found", **FINDS, **fields), Starving(room=3), **data)
+    expected = trained(HFTrainer, arguments("small", **small, **fields), Starving(), **data)
+    assert distance(weights(trainer.get_model()), weights(expected.get_model())) <= 1e-12
+    positions = [each.progress.state_dict() | {"seconds": 0, "batches_in_epoch": 0} for each in (trainer, expected)]
+    assert positions[0] == positions[1] and trainer.progress.step == 9
+    for row, other in zip(rows_of(trainer), rows_of(expected), strict=True):
+        assert row == pytest.approx(other, rel=1e-6)  # transformers adds losses up in float32
+    assert (trainer.batch_size, trainer.gradient_accumulation_steps) == (8, 1)
+    assert trainer.get_model().sizes[:3] == [8, 4, 2] and max(trainer.get_model().sizes[3:]) == 2
+
+
+def test_auto_find_batch_size_saves_both_sizes(arguments: Any) -> None:
+    """A second run begins with the smaller one, and callbacks get each event once."""
+    events: list[str] = []
+    functions = {name: lambda *_, name=name, **__: events.append(name) for name in ("on_epoch_begin", "on_step_begin")}
+    data = {"train_dataset": rows(20), "loss_fn": F.mse_loss}
+    data["callbacks"] = [callback(transformers.TrainerCallback, **functions)]
+    args = arguments(**FINDS, save_strategy="epoch", max_steps=-1, num_train_epochs=1)
+    trainer = trained(HFTrainer, args, Starving(room=2, start=1), **data)
+    assert events == ["on_epoch_begin", *["on_step_begin"] * 3]
+    _, content = trainer.store.resolve("last")
+    names = ("batch_size", "gradient_accumulation_steps", "global_batch_size", "microbatch_size")
+    assert [content["settings"][name] for name in names] == [8, 1, 8, "auto"]
+    assert content["loop"]["microbatch_size"] == 2
+    trainer.get_model().sizes.clear()
+    trainer.train()
+    assert max(trainer.get_model().sizes) == 2 and trainer.progress.step == 3
 
 
 @pytest.mark.parametrize(("optim", "options"), [

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from omnitrain import Algorithm, BaseTrainer, ConfigError, HookCallback, Trainer
+from omnitrain.compute.precision import is_out_of_memory
 from omnitrain.trainer.out_of_memory import Shortage, format_oom_report, future_optimizer_bytes, requested_bytes
 
 GB = 10**9
@@ -61,6 +62,14 @@ def test_oom_report_of_the_first_step_adds_future_state() -> None:
         ({"betas": ()}, 20), ({"betas": (), "amsgrad": True}, 30), ({"momentum": 0.9}, 10), ({"momentum": 0}, 0)
     ):  # fmt: skip
         assert future_optimizer_bytes(options, 10) == size
+
+
+def test_is_out_of_memory_knows_the_errors_of_torch() -> None:
+    no_memory = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 12 bytes")
+    for error in (torch.OutOfMemoryError("no room"), RuntimeError("CUDA out of memory."), no_memory):
+        assert is_out_of_memory(error)
+    for error in (RuntimeError("shapes do not match"), MemoryError("CUDA out of memory.")):
+        assert not is_out_of_memory(error)
 
 
 def oom_note(trainer: Any, work: str = "train") -> str:
