@@ -88,8 +88,8 @@ class SpikeGuard(Algorithm):
         limit: Rewinds in a row, less than a quarter of `window` apart, after which the next spike is an error.
 
     Raises:
-        ConfigError: If an argument is wrong; before the first step, for "rewind" without `save_dir` and `every`, under
-            DeepSpeed, or in a custom `_train_epoch`.
+        ConfigError: If an argument is wrong; before the first step, under DeepSpeed, in a custom `_train_epoch`, or for
+            "rewind" without `save_dir` and `every`.
         NonFiniteError: If a run spikes again after `limit` rewinds in a row.
 
     >>> SpikeGuard(threshold=6.0, every=50).action
@@ -120,7 +120,7 @@ class SpikeGuard(Algorithm):
         self.action: str = action
         self.every = every
         self.limit = limit
-        self.needs: Collection[str] = ("rewinding",) if action == "rewind" else ()
+        self.needs: Collection[str] = ("rewinding" if action == "rewind" else "skipping",)
         self.left_out: list[Spike] = []
         """The steps of the run whose samples are left out."""
         self._recent: dict[str, deque[float]] = {kind: deque(maxlen=window) for kind in (LOSS, NORM)}

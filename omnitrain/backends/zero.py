@@ -162,6 +162,7 @@ class Zero(DDP):
             "before_update": "DeepSpeed's engine clips and updates at once, in its own buffers",
             "gradients": "DeepSpeed keeps them in its own buffers",
             "rewinding": "DeepSpeed's engine has state of its own that cannot be restored in the middle of a run",
+            "skipping": "DeepSpeed's engine has made the update when the norm of the gradients is known",
             "freezing": "DeepSpeed's optimizer updates buffers that hold frozen weights next to the others",
             "sparse_gradients": "DeepSpeed's engine adds gradients up in its own buffers, which are dense",
         }
