@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import programs
 import pytest
 import torch
 import torch.nn.functional as F
+from forking import Case, play
 from recipes import rows, small_trainer, t16
 from torch import nn
 from torch.utils.data import default_collate
@@ -159,18 +162,25 @@ def test_replay_rejects_steps_and_folders(run: Path, tmp_path: Path, monkeypatch
         replay(run, 1)
 
 
+def run_script(folder: str) -> None:
+    """Run the script in a folder."""
+    os.chdir(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train.py"])
+        exec(compile(SCRIPT, "train.py", "exec"), {"__name__": "__main__"})
+
+
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A script in the current folder, which has run there."""
+    """A script in the current folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
-    monkeypatch.setattr("sys.argv", ["train.py"])
-    exec(compile(SCRIPT, "train.py", "exec"), {"__name__": "__main__"})
     return "train.py"
 
 
 @pytest.mark.processes
-def test_replay_takes_a_script(script: str, command: Any) -> None:
+def test_replay_takes_a_script(script: str, command: Any, tmp_path: Path) -> None:
+    run_script(str(tmp_path))
     before = content(Path())
     code, out, _ = command("replay", "run", "--step", "5", "--json", script)
     result = json.loads(out)
@@ -180,17 +190,9 @@ def test_replay_takes_a_script(script: str, command: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_verify_takes_a_script(script: str, command: Any) -> None:
-    before = content(Path())
-    code, out, _ = command("verify", "run", "--data", script, "--rate", "0.1")
-    assert "changed  setting learning_rate: was 0.05, is 0.1" in out and "same     data train_dataset" in out
-    assert code == 1 and content(Path()) == before
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_replay_takes_two_processes(script: str, command: Any) -> None:
-    assert omnitrain.diagnostics.script.Script(script, processes=2).run(Path("first"), {}).code == 0
+def test_replay_takes_two_processes(script: str, command: Any, tmp_path: Path) -> None:
+    case = Case("first", "diagnostics.test_replay:run_script", {"folder": str(tmp_path)})
+    assert [rank.code for rank in play([case], tmp_path / "cases")["first"]] == [0, 0]
     code, out, _ = command("replay", "run", "--step", "3", "--json", script)  # as many as the run had
     result = json.loads(out)
     assert code == 0 and len(result["losses"]) == 8 and len(result["same"]) == 7 and not result["notes"]
@@ -215,5 +217,7 @@ def test_replay_and_verify_take_a_configuration(tmp_path: Path, monkeypatch: pyt
     assert command("train", "run.yaml", "--trust")[0] == 0
     code, out, error = command("replay", "run", "--step", "5", "--json", "run.yaml", "--trust")
     assert code == 0 and len(json.loads(out)["same"]) == 7, error
-    code, out, error = command("verify", "run", "--data", "run.yaml", "--trust")
-    assert code == 0 and "has changed" in out, error
+    before, rate = content(Path()), ["--trainer.learning_rate", "0.1"]
+    code, out, error = command("verify", "run", "--data", "run.yaml", "--trust", *rate)
+    assert code == 1 and re.search("changed  setting learning_rate: was .*, is 0.1", out), error
+    assert "same     data train_dataset" in out and content(Path()) == before

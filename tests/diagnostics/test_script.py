@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from forking import ON_CPU, Case, play
 from programs import LIMIT, fork
 from recipes import fit, rows, same, small_trainer, weights
 from torch import nn
@@ -203,7 +204,18 @@ def test_script_ends_with_all_its_processes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_script_on_two_processes_is_drilled(tmp_path: Path) -> None:
+def test_script_on_two_processes_is_drilled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def run_forked(script: Script, folder: Path, values: Any, *, name: str = "output", **_: Any) -> Outcome:
+        options = dict(zip(("fault", "folder"), script.arguments, strict=True))
+        environment = {**ON_CPU, overrides.VARIABLE: script.complete(values)}
+        case = Case(name, "diagnostics.planted:main", options, environment=environment)
+        ranks = play([case], folder / "cases")[name]
+        output = folder / f"{name}.log"
+        output.write_text("".join(rank.output for rank in ranks))
+        return Outcome(max(abs(rank.code or 0) for rank in ranks), 1.0, output)
+
+    monkeypatch.setattr(Script, "run", run_forked)
     path = Path(__file__).with_name("planted.py")
     result = drill(Script(str(path), ["two processes", str(tmp_path)], 2), 2, ["kill"], seed=1)
     assert result.ok, str(result)
