@@ -1,25 +1,29 @@
-"""`Trace` on two processes: the digests of one process, where the numbers are the same to the bit."""
+"""Diagnostics on two processes: traces and replays have the numbers of one, checks and plans leave no trace."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import retentive
 import torch
 import torch.nn.functional as F
-from backends import PROCESSES, Jobs, asked_for, launch_all, make_trainer, sound
-from forking import joined
+from backends import PROCESSES, Jobs, asked_for, launch_all, make_trainer, sound, tensors_of
+from forking import current_rank, joined
 from marks import thinned
 from recipes import StopAt
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from omnitrain import Trace
 from omnitrain.callbacks.trace import TRACED
 from omnitrain.diagnostics.replay import StepRecorder, StepReplayed
+
+REHEARSED = ("ddp", "hf2", "fsdp")
 
 
 def trace(backend: str, folder: str, stop: int = 0) -> dict[str, Any]:
@@ -57,9 +61,12 @@ def measure(backend: str, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results(request: Any, folder: Path) -> Any:
     first, last = Jobs(), Jobs()
-    for backend in {"native", "ddp"} | asked_for(request, "backend"):
+    for backend in {"native", "ddp"} | asked_for(request, "backend", test="test_trace"):
         first.add(backend, backend, trace, folder=str(folder / backend))
     first.add("stopped", "ddp", trace, folder=str(folder / "stopped"), stop=2)
+    for backend, rehearses in itertools.product(REHEARSED, (False, True)):
+        first.add(f"{backend}-{rehearses}", backend, run, rehearses=rehearses)
+    first.add("augmented", "fsdp", check_augmented)
     for backend in {"native"} | asked_for(request, "sharded"):
         first.add(f"measured {backend}", backend, measure, folder=str(folder / f"measured {backend}"))
     last.add("resumed", "native", trace, folder=str(folder / "stopped"))
@@ -97,3 +104,77 @@ def test_replay_measures_losses_of_sharded_weights(sharded: str, results: Any) -
     for result in parts:
         assert dict(zip(result["samples"], result["losses"], strict=True)) == pytest.approx(losses, rel=1e-6)
         assert not result["grad_norms"] and "gradients are added up over ranks" in result["notes"][0]
+
+
+# --- checks and plans
+
+
+def run(backend: str, rehearses: bool) -> dict[str, Any]:
+    retentive.COLLATING.manual_seed(3)
+    trainer = make_trainer(
+        backend, retentive.Noisy(), retentive.Drawn(40), retentive.Drawn(8), batch_size=4,
+        loss_fn=nn.CrossEntropyLoss(), data_collator=retentive.collate, learning_rate=1e-2, epochs=1,
+        lr_scheduler="cosine",
+    )  # fmt: skip
+    outcome: dict[str, Any] = {}
+    if rehearses:
+        result, plan = trainer.check(), trainer.plan()
+        outcome = {
+            "findings": [(finding.check, finding.where) for finding in result.findings], "outcomes": result.outcomes,
+            "plan": (plan.length, plan.counts, plan.memory["weights"], plan.memory["optimizer"]),
+            "bytes": sum(tensor.nbytes for tensor in trainer.get_model().state_dict().values()),
+        }  # fmt: skip
+    metrics = trainer.train()
+    weights = {name: tensor.tolist() for name, tensor in tensors_of(trainer).items()}
+    return {**outcome, "trained": [weights, metrics["train_metrics_history"], metrics["valid"]]}
+
+
+class Augmented(Dataset[dict[str, Any]]):
+    """Texts of 3 to 7 words; on the second rank, each reading of one gives others."""
+
+    def __init__(self) -> None:
+        self.turns = itertools.count() if current_rank() else itertools.repeat(0)
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"words": torch.full((3 + index % 5,), 1 + next(self.turns) % 7), "labels": index % 3}
+
+
+class Texts(nn.Sequential):
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return super().forward(words).sum(1)
+
+
+def pad(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    words = nn.utils.rnn.pad_sequence([sample["words"] for sample in samples], batch_first=True)
+    return {"words": words, "labels": torch.tensor([sample["labels"] for sample in samples])}
+
+
+def check_augmented(backend: str) -> dict[str, Any]:
+    options = {"batch_size": 4, "loss_fn": nn.CrossEntropyLoss(), "data_collator": pad, "epochs": 1, "timeout": 60}
+    trainer = make_trainer(backend, Texts(nn.Embedding(8, 4), nn.Linear(4, 3)), Augmented(), **options)
+    return {"padding": trainer.check().outcomes["padding"]}
+
+
+@pytest.mark.parametrize("backend", REHEARSED)
+def test_rehearsals_leave_no_trace_on_two_ranks(results: Any, backend: str) -> None:
+    plain, rehearsed = (results[f"{backend}-{flag}"] for flag in (False, True))
+    assert [rank["trained"] for rank in plain] == [rank["trained"] for rank in rehearsed]
+    first, second = rehearsed
+    assert {**first, "bytes": 0} == {**second, "bytes": 0}
+    length, counts, weight_bytes, optimizer_bytes = first["plan"]
+    assert counts == {"evaluations": 1, "saves": 0} and ["mixing", "BatchNorm1d 'body.1'"] in first["findings"]
+    assert (length["steps"], length["samples"], length["samples_per_step"]) == (5, 40, 8)
+    if backend == "fsdp":  # each rank has about half of the parameters
+        assert weight_bytes < 0.75 * first["bytes"] and optimizer_bytes < 1.5 * first["bytes"]
+        tried = [name for name, outcome in first["outcomes"].items() if "gradients of sharded weights" not in outcome]
+        assert tried == ["loss", "shapes", "mixing", "padding", "labels", "features", "overlap"]
+    else:
+        assert weight_bytes == first["bytes"] and optimizer_bytes > first["bytes"]
+
+
+def test_check_of_padding_agrees_on_random_samples(results: Any) -> None:
+    """No rank runs a pass for which the others do not come."""
+    assert results["augmented"] == [{"padding": "not tried: another rank reads other samples"}] * 2
