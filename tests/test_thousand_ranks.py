@@ -12,8 +12,8 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 ROOT = Path(__file__).resolve().parent.parent
-FEW, MANY = 128, 512
-FEW_PARTS, MANY_PARTS = 72, 288
+FEW, MANY = 128, 256
+FEW_PARTS, MANY_PARTS = 72, 144
 """Of ranks that write a file each, which takes time."""
 OF_ALL = {
     ("start", 0): {

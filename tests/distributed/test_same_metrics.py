@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from backends import DTYPES, PROCESSES, Jobs, asked_for, bound, dtype_of, gap, launch_all, make_trainer, sound
 from counting import Streamed
 from marks import thinned
-from recipes import Blank, CountsPasses, Sentences, Tagger, Trace, fit, rows, t16
+from recipes import Blank, Sentences, Tagger, Trace, fit, rows, t16
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
@@ -192,13 +192,6 @@ def fail(backend: str, kind: str) -> dict[str, Any]:
     return {"steps": trainer.progress.step}
 
 
-def rehearse(backend: str, sanity: bool) -> dict[str, Any]:
-    return make_trainer(
-        backend, nn.Sequential(CountsPasses(), t16(dropout=0.3)), rows(21), rows(7), loss_fn=F.mse_loss,
-        batch_size=2, epochs=2, learning_rate=0.05, sanity=sanity, compute_metrics="mse", load_best_at_end=False,
-    ).train().to_dict()  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     cases, jobs = asked_for(request, "backend", "kind", "batch", "sizes"), Jobs()
@@ -212,9 +205,6 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
         jobs.add(f"{backend}-{kind}-{dtype}", backend, train_values, kind=kind, dtype=dtype)
     for backend, kind in sorted(asked_for(request, "backend", "kind", test="test_evaluation_error")):
         jobs.add(f"{backend}-{kind}", backend, fail, kind=kind)
-    for backend in sorted(asked_for(request, "backend", test="test_sanity")):
-        for sanity in (False, True):
-            jobs.add(f"{backend}-{sanity}", backend, rehearse, sanity=sanity)
     return sound(launch_all(jobs, folder))
 
 
@@ -265,8 +255,3 @@ def test_values_of_a_model_match_one_process(results: Any, backend: str, kind: s
 def test_evaluation_error_is_raised_on_all_ranks(results: Any, backend: str, kind: str) -> None:
     steps = 0 if kind == "crash" else 2  # sample 13 is in no first batch
     assert results[f"{backend}-{kind}"] == [{"steps": steps}] * 2
-
-
-@pytest.mark.parametrize("backend", thinned(["ddp", "hf2"], ["hf2"]))
-def test_sanity_evaluation_leaves_no_trace(results: Any, backend: str) -> None:
-    assert results[f"{backend}-True"] == results[f"{backend}-False"]

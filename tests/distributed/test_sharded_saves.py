@@ -113,8 +113,8 @@ def run_in_turn(folders: list[str]) -> list[Any]:
 # --- kills and full disks
 
 
-SHARES = 26
-"""A run of the slow tests disturbs one operation in so many, and two runs a thirteenth of them."""
+SHARES = 40
+"""A run of the slow tests disturbs one operation in so many, and two runs a twentieth of them."""
 
 
 @pytest.fixture(scope="module", params=[None, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 6))])

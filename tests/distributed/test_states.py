@@ -1,6 +1,8 @@
-"""States on two ranks, over a resume: buffers, which are those of the main one, states of each, positions in data."""
+"""What users bring, on two ranks and over a resume: modules with their buffers and modes, states, data and streams."""
 
 import itertools
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backends import PROCESSES, Jobs, asked_for, bound, gap, launch_all, make_trainer, named, sound, tensors_of
-from counting import BATCH_SIZE, SIZE, Resumable, ResumableShare, made
+from counting import BATCH_SIZE, SIZE, Resumable, ResumableShare, Streamed, made
 from forking import current_rank, joined
 from marks import thinned
-from recipes import StopAt, callback, fit, rows
+from recipes import StopAt, callback, fit, rows, same, t16
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
+
+from omnitrain import Callback
+from omnitrain.core.errors import ConfigError, DistributedError
 
 
 class Drifting(nn.Module):
@@ -140,6 +145,110 @@ def count(backend: str, collator: str, source: str, folder: str | None = None, s
     return {"counts": counts, "created": Resumable.created, "tensors": trainer.backend.model_tensors()}
 
 
+# --- the user's module and stream
+
+
+class Rates(Callback):
+    """Trains well for three steps, then with a rate by which the loss grows; keeps the weights of step 3."""
+
+    order = 30
+    weights: dict[str, torch.Tensor]
+
+    def on_step_start(self, trainer: Any) -> None:
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = 0.01 if trainer.progress.step < 3 else 1.0
+
+    def on_eval_end(self, trainer: Any, metrics: Any) -> None:
+        if trainer.progress.step == 3:
+            self.weights = tensors_of(trainer)
+
+
+def worsen(backend: str) -> dict[str, Any]:
+    rates, data = Rates(), rows(32, torch.float32)
+    trainer = fit(make_trainer(
+        backend, t16(dtype=torch.float32), data, data, loss_fn=F.mse_loss, batch_size=8, max_steps=8, eval_steps=1,
+        load_best_at_end=True, patience=4, callbacks=[rates],
+    ))  # fmt: skip
+    metrics, best = trainer.metrics, trainer.metrics["best_valid"]["eval_loss"]
+    assert same(rates.weights.values(), tensors_of(trainer).values())
+    assert (metrics["best_step"], metrics["stop_reason"]) == (3, "early_stopping")
+    assert metrics["valid"][-1]["eval_loss"] > best == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-6)
+    return {}
+
+
+def freeze(backend: str) -> dict[str, Any]:
+    """Look which modules are in training whenever something may have changed it, and whether statistics change."""
+    encoder = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)).requires_grad_(False).eval()
+    model = nn.Sequential(encoder, nn.BatchNorm1d(8).eval(), nn.Dropout(0.5), nn.Linear(8, 1))
+    modes, data = list[list[str]](), rows(32, torch.float32)
+
+    def note(trainer: Any, *metrics: Any) -> None:
+        modes.append([name for name, module in trainer.model.named_modules() if module.training])
+
+    statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    trainer = fit(make_trainer(
+        backend, model, data, data, loss_fn=F.mse_loss, batch_size=4, gradient_accumulation_steps=2, epochs=2,
+        eval_steps=1, callbacks=[callback(on_step_start=note, on_step_end=note, on_eval_end=note)],
+    ))  # fmt: skip
+    trainer.evaluate()
+    note(trainer)
+    assert len(modes) > 12 and all(names == ["", "2", "3"] for names in modes)
+    assert same(statistics.values(), (buffer for _, buffer in trainer.model.named_buffers()))
+    return {}
+
+
+class Block(nn.Sequential):
+    """A layer made of layers, as transformers have them."""
+
+
+def warnings_of(text: str, *parts: Any, **options: Any) -> dict[str, Any]:
+    """Make a trainer and train it; return the warnings of omnitrain in which a text is."""
+    messages, logger, handler = list[str](), logging.getLogger("omnitrain"), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(handler)
+    make_trainer(*parts, max_steps=1, **options).train()
+    logger.removeHandler(handler)
+    return {"warnings": [message for message in messages if text in message]}
+
+
+def divide(backend: str, layers: list[str]) -> dict[str, Any]:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    torch.manual_seed(0)
+    blocks = [Block(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)]
+    model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(4, 1))
+    policy = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": layers} if layers else {}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **policy)
+    options = {"loss_fn": F.mse_loss, "batch_size": 4, "fsdp_plugin": plugin}
+    return warnings_of("as one unit", backend, model, rows(16, torch.float32), **options)
+
+
+def split(backend: str) -> dict[str, Any]:
+    from datasets import Dataset
+    from datasets.distributed import split_dataset_by_node
+
+    rank, world_size = current_rank(), int(os.environ["WORLD_SIZE"])
+    stream = Dataset.from_list([{"x": [float(i)] * 4, "labels": [0.0]} for i in range(16)]).to_iterable_dataset(2)
+    with pytest.raises(ConfigError, match="was split by split_dataset_by_node"):
+        make_trainer(backend, t16(dtype=torch.float32), split_dataset_by_node(stream, rank, world_size), max_steps=1)
+    return {}
+
+
+def read(backend: str, is_split: bool, noise: bool, loader: bool) -> dict[str, Any]:
+    """Train on a stream, of which a process may take its share, with noise that may differ between processes."""
+    generator = torch.Generator().manual_seed(current_rank())
+    xs = torch.arange(16)[:, None] / 16 + noise * torch.randn(16, 4, generator=generator)
+    data = Streamed([(x, i) for i, x in enumerate(xs) if not is_split or i % 2 == current_rank()])
+    options = {"train_loader": DataLoader(data, 4)} if loader else {"train_dataset": data, "batch_size": 4}
+    return warnings_of("first sample", backend, nn.Linear(4, 16), loss_fn=F.cross_entropy, **options)
+
+
+def split_by_hand(backend: str) -> dict[str, Any]:
+    with pytest.raises(DistributedError, match="The first sample of the training set is another one on each rank"):
+        read(backend, is_split=True, noise=True, loader=False)
+    return {}
+
+
 BACKENDS = ("ddp", "fsdp", "zero2", "hf2", "zero3", "hf_fsdp", "hf_zero2")
 DATA = [
     ("ddp", "filtered", "shared loader"), ("hf2", "views", "stream"), ("ddp", "views", "resumable loader"),
@@ -160,7 +269,7 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
         first.add(f"{name}-cut", backend, function, folder=place, stop=stop, **options)
         second.add(f"{name}-resumed", target or backend, function, folder=place, **options)
 
-    for backend in sorted({"ddp", *asked_for(request, "backend")}):
+    for backend in sorted({"ddp", *asked_for(request, "backend", test="test_buffers")}):
         add(backend, backend, drift, 4)
     for backend, copies in itertools.product(sorted(asked_for(request, "replaced_on")), (True, False)):
         first.add(f"replace-{backend}-{copies}", backend, replace, copies=copies)
@@ -168,6 +277,15 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     for backend, collator, source in sorted(asked_for(request, "backend", "collator", "source")):
         add(f"{collator}-{source}", backend, count, 2, collator=collator, source=source)
     add("moved", "ddp", count, 2, target="native", collator="filtered", source="shards")
+    for test, function in {"best_weights": worsen, "frozen": freeze}.items():
+        for backend in sorted(asked_for(request, "backend", test=f"test_{test}")):
+            first.add(f"{function.__name__}-{backend}", backend, function)
+    for layers in ([], ["Block"]):
+        first.add(f"divide-{len(layers)}", "fsdp", divide, layers=layers)
+    for noise, loader in itertools.product((False, True), (False, True)):
+        first.add(f"read-{noise}-{loader}", "ddp", read, is_split=False, noise=noise, loader=loader)
+    first.add("by node", "ddp", split)  # the last, as their errors end the launch
+    first.add("by hand", "ddp", split_by_hand)
     return joined(sound(launch_all(first, folder / "first")), sound(launch_all(second, folder / "second")))
 
 
@@ -214,3 +332,30 @@ def test_rows_of_two_ranks_resume_on_one(results: Any) -> None:
     (resumed,), (straight,) = results["moved-resumed"], results["moved-straight"]
     assert resumed["counts"] == straight["counts"]
     assert gap(resumed["tensors"], straight["tensors"]) <= 1e-12
+
+
+@pytest.mark.parametrize("backend", thinned(BACKENDS[:6], ("fsdp", "hf2")))
+def test_best_weights_without_a_folder_reach_every_rank(results: Any, backend: str) -> None:
+    assert results[f"worsen-{backend}"] == [{}, {}]
+
+
+@pytest.mark.parametrize("backend", thinned(BACKENDS[:6], ("ddp", "hf2")))
+def test_frozen_modules_stay_in_eval_mode(results: Any, backend: str) -> None:
+    assert results[f"freeze-{backend}"] == [{}, {}]
+
+
+def test_fsdp_warns_once_of_layers_in_one_unit(results: Any) -> None:
+    (warning,), other = (rank["warnings"] for rank in results["divide-0"])
+    assert "takes Sequential as one unit" in warning and "transformer_cls_names_to_wrap=['Block']" in warning
+    assert not other and not any(rank["warnings"] for rank in results["divide-1"])
+
+
+@pytest.mark.parametrize("loader", [False, True], ids=["stream", "loader"])
+def test_first_samples_that_differ_are_warned_of_once(results: Any, loader: bool) -> None:
+    assert [rank["warnings"] for rank in results[f"read-False-{loader}"]] == [[], []]
+    (warning,), other = (rank["warnings"] for rank in results[f"read-True-{loader}"])
+    assert "has other numbers on each rank" in warning and not other
+
+
+def test_stream_that_is_split_already_is_an_error(results: Any) -> None:
+    assert results["by node"] == results["by hand"] == [{}, {}]
