@@ -13,18 +13,8 @@ import torch
 
 from omnitrain.checkpoint.manifest import MANIFEST, encode
 from omnitrain.checkpoint.sharded_files import Block, local_blocks, write_shards
-from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.tensor_files import Gathered, load_tensors, save_tensors
 from omnitrain.core.files import FileSystem
-
-
-def save_files(
-    store: Store, step: int, write: Callable[[Path], object], payload: dict[str, Any] | None = None, *details: Any
-) -> Path:
-    """Save a checkpoint of any files that `write` writes to its folder."""
-    with store.saving(step) as folder:
-        write(folder)
-        return store.commit(step, folder, payload or {}, *details)
 
 
 def content_of(folder: Path) -> dict[str, Any]:

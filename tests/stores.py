@@ -1,4 +1,4 @@
-"""Remote stores for tests: in memory, in a folder that outlives a process, and S3's protocol on the loopback."""
+"""Saves of any files, and remote stores: in memory, in a folder that outlives a process, S3's on the loopback."""
 
 import contextlib
 import os
@@ -11,13 +11,23 @@ from typing import Any, ClassVar
 
 import fsspec
 import programs
-from forging import save_files
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from omnitrain.checkpoint.mirrored_store import MirroredStore, make_store
 from omnitrain.checkpoint.remote import RemoteFolder
+from omnitrain.checkpoint.store import Store
 from omnitrain.core.paths import local_folder
+
+
+def save_files(
+    store: Store, step: int, write: Callable[[Path], object], payload: dict[str, Any] | None = None, *details: Any
+) -> Path:
+    """Save a checkpoint of any files that `write` writes to its folder."""
+    with store.saving(step) as folder:
+        write(folder)
+        return store.commit(step, folder, payload or {}, *details)
+
 
 Fault = Callable[[str, str], None]
 """Called with what is done ("write", "read", "remove", "copy") and the path; raises, waits or kills."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import programs
 import pytest
-from forging import save_files, spoil
+from forging import spoil
 from fsspec.registry import known_implementations
 from marks import thinned
 from resuming import assert_same, build, comparable, outcome, play, train
@@ -31,6 +31,7 @@ from stores import (
     mirroring,
     remote_folders,
     remote_steps,
+    save_files,
     save_texts,
     shelf_of,
     wait_for,

@@ -14,11 +14,12 @@ from unittest.mock import Mock
 import programs
 import pytest
 from disks import FaultyDisk, cut_power, end_process, fail_once
-from forging import content_of, save_files, seal, spoil
+from forging import content_of, seal, spoil
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import thinned
 from resuming import Killed
+from stores import save_files
 
 from omnitrain.callbacks.retention import to_delete
 from omnitrain.checkpoint.manifest import MANIFEST, CheckpointInfo
@@ -79,8 +80,8 @@ def steps_in(store: Store) -> list[int]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
+def run(folder: Path) -> Path:
+    return folder / "run"
 
 
 def test_store_keeps_checkpoints_at_a_write_error(run: Path) -> None:

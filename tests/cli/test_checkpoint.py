@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from forging import content_of, save_files, shard, spoil
+from forging import content_of, shard, spoil
 from recipes import assert_equal, rows, small_trainer, trainer_on_cpu
 from rich import filesize
 from safetensors.torch import load_file, save_file
+from stores import save_files
 from tiny import Tokens, gpt
 
 from omnitrain import Trainer, __version__
