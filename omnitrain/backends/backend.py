@@ -15,12 +15,13 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
+from torch._utils import _flatten_dense_tensors
 
 from omnitrain.backends.start import WeightInitializer, full_target, named_tensors, preserve_shared_buffers
 from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.initial_weights import InitialWeights
 from omnitrain.checkpoint.tensor_files import host_copy
-from omnitrain.compute.precision import Dtypes, read_on_cpu
+from omnitrain.compute.precision import Dtypes
 from omnitrain.compute.random_state import isolated_rng
 from omnitrain.compute.tensor_digests import digest_tensors
 from omnitrain.core.errors import ConfigError, format_list
@@ -31,6 +32,8 @@ from omnitrain.optim.sparse_gradients import check_optimizer, coalesce
 Output = TypeVar("Output")
 
 NOTHING = contextlib.nullcontext()
+# The most parameters whose gradients are copied for their norm.
+_SMALL_MODEL = 1 << 15
 
 
 class Backend:
@@ -94,7 +97,7 @@ class Backend:
         self.ranks = ranks
         self.parameters: list[nn.Parameter] = []
         # Whether all parameters are plain tensors of the same device and dtype.
-        self._is_uniform = False
+        self._is_uniform = self._is_small = False
         # Whether a gradient has been sparse.
         self._has_sparse_gradients = False
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
@@ -276,21 +279,28 @@ class Backend:
                 parameter.grad.mul_(factor)
 
     def gradient_norm(self) -> torch.Tensor:
-        """Return the L2 norm of all gradients together, a scalar on the device; sparse ones are coalesced before."""
-        if self._has_sparse_gradients:
-            gradients = coalesce(self.parameters)
-        else:
-            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        """Return the L2 norm of all gradients together, a scalar on the device; sparse ones are coalesced before.
+
+        That of a small model on a CPU may be rounded otherwise than by `torch.nn.utils.get_total_norm`.
+        """
+        gradients = self._stored_gradients()
         try:
             if not gradients or not self._is_uniform:
                 return nn.utils.get_total_norm(gradients)
+            if self._is_small:  # a copy takes less time than one kernel for each gradient
+                return torch.linalg.vector_norm(_flatten_dense_tensors(gradients))
             # get_total_norm first sorts the gradients by device and dtype: half its time for a small model
             return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # pyright: ignore
-        except NotImplementedError:  # looking at each gradient in every step would be slow
+        except RuntimeError:  # looking at each gradient in every step would be slow
             if self._has_sparse_gradients or not any(gradient.is_sparse for gradient in gradients):
                 raise
             self._has_sparse_gradients = True
             return self.gradient_norm()
+
+    def _stored_gradients(self) -> list[torch.Tensor]:
+        if self._has_sparse_gradients:
+            return coalesce(self.parameters)
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def clip_gradients(self, max_norm: float | None, norm: torch.Tensor | None = None) -> torch.Tensor:
         """Scale all gradients down to an L2 norm of at most `max_norm`, and return their norm before that.
@@ -299,10 +309,13 @@ class Backend:
             max_norm: The norm; None does not clip.
             norm: The norm that they have, if it is known.
         """
+        may_round = norm is None and self._is_small
         norm = self.gradient_norm() if norm is None else norm
         # Reading the norm is free on a CPU, and most steps need no clipping: the factor would be exactly 1.
-        if max_norm is None or (norm.device.type == "cpu" and read_on_cpu(norm) < max_norm * (1 - 1e-6) - 1e-6):
+        if max_norm is None or (norm.is_cpu and norm.item() < max_norm * (1 - 1e-5) - 1e-6):
             return norm
+        if may_round:  # clip by the same bits as torch.nn.utils.clip_grad_norm_
+            norm = nn.utils.get_total_norm(self._stored_gradients())
         nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
         return norm
 
@@ -346,6 +359,8 @@ class Backend:
         self.parameters = list(parameters.values())
         kinds = {(type(parameter), parameter.device, parameter.dtype) for parameter in self.parameters}
         self._is_uniform = len(kinds) == 1 and type(self.parameters[0]) is nn.Parameter
+        size = sum(parameter.numel() for parameter in self.parameters)
+        self._is_small = self._is_uniform and self.device.type == "cpu" and size <= _SMALL_MODEL
 
     def _trainable_names(self) -> set[str]:
         return {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}

@@ -22,6 +22,7 @@ _NAMES = {
     "fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "half": "fp16", "bf16": "bf16",
     "bfloat16": "bf16", "fp8": "fp8", "float8": "fp8",
 }  # fmt: skip
+_NO_AUTOCAST = contextlib.nullcontext()
 _DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 # The lowest compute capability of NVIDIA GPUs that multiply in fp8.
 _FP8_FROM = (8, 9)
@@ -125,7 +126,7 @@ class Precision:
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context for the forward pass and the loss."""
         dtype = _DTYPES[self.name]
-        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device_type, dtype=dtype)
+        return _NO_AUTOCAST if dtype is None else torch.autocast(self.device_type, dtype=dtype)
 
     @contextlib.contextmanager
     def run_context(self) -> Iterator[None]:
@@ -179,12 +180,6 @@ class Precision:
         """Return the loss scaler by the argument `fp16_loss_scale`: enabled for fp16, disabled for everything else."""
         interval, is_on = growth_interval(scale), self.name == "fp16"
         return torch.amp.GradScaler(self.device_type, init_scale=scale[0], growth_interval=interval, enabled=is_on)
-
-
-def read_on_cpu(scalar: torch.Tensor) -> float:
-    """Return the value of a scalar on the CPU, where nothing has to wait."""
-    scalar = scalar.detach()
-    return float((scalar.float() if scalar.dtype is torch.bfloat16 else scalar).numpy())  # NumPy has no bfloat16
 
 
 def _fp8_obstacle(device: torch.device) -> str:

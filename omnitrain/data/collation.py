@@ -390,7 +390,8 @@ def count_samples(batch: Any) -> int:
     """
     if isinstance(batch, tuple) and hasattr(batch, "count_samples"):
         return batch.count_samples()  # type: ignore[attr-defined]
-    count = getattr(batch, "num_graphs", None) if _fields_of(batch) is not batch else None
+    is_plain = isinstance(batch, (tuple, list, dict, torch.Tensor))
+    count = None if is_plain or _fields_of(batch) is batch else getattr(batch, "num_graphs", None)
     if type(count) is not int:
         count = _count(batch)
     if count is not None:

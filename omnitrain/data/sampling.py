@@ -267,6 +267,8 @@ def share(samples: Any, rank: int, world_size: int) -> Any:
     >>> [share([1, 2, 3, 4], rank, 2) for rank in (0, 1)], [share([1], rank, 2) for rank in (0, 1)]
     ([[1, 2], [3, 4]], [[1], []])
     """
+    if world_size == 1:
+        return samples
     size, larger = divmod(len(samples), world_size)
     first = rank * size + min(rank, larger)
     return samples[first : first + size + (rank < larger)]
@@ -416,10 +418,10 @@ class Fetch:
 
     def _fetch_columns(self, indices: np.ndarray) -> Any:
         index = torch.from_numpy(indices if self.rows is None else self.rows[indices])
-        columns, rows = self.columns, list[torch.Tensor]()
-        is_named = isinstance(columns, dict)
+        columns = self.columns
+        is_named, rows = isinstance(columns, dict), []
         for column in columns.values() if is_named else columns if isinstance(columns, tuple) else (columns,):
-            rows.append(column.index_select(0, index if column.device == index.device else index.to(column.device)))
+            rows.append(column.index_select(0, index if column.is_cpu else index.to(column.device)))
         if is_named:
             return DictBatch(zip(columns, rows, strict=True))
         return tuple(rows) if isinstance(columns, tuple) else rows[0]

@@ -72,8 +72,8 @@ class Recorder(Callback):
 
     def on_step_end(self, trainer: Any) -> None:
         total, weight = trainer._step.loss.snapshot()
-        local = trainer.ranks.count_once([float(total - self._before[0]), weight - self._before[1]])
-        total, weight = trainer.ranks.sum("the loss of a recorded step", *local)
+        local = float(total - self._before[0]), weight - self._before[1]
+        total, weight = trainer.ranks.sum_shares("the loss of a recorded step", *local)
         norm = trainer._step.grad_norm
         self._rows.append({
             "loss": total / weight if weight else math.nan,

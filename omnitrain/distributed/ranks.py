@@ -124,6 +124,10 @@ class Ranks(Position):
         """Return the sum of each value over all ranks."""
         return list(values)
 
+    def sum_shares(self, what: str, *values: float) -> Sequence[float]:
+        """Return the sum of each value over the shares of the data; the ranks of one share give the same values."""
+        return values
+
     def start_sync_requests(
         self, what: str, requests: Control, *values: float
     ) -> Callable[[], tuple[Control, list[float]]]:
@@ -383,6 +387,9 @@ class ProcessRanks(Ranks):
 
     def sum(self, what: str, *values: float) -> list[float]:
         return self._exchange(what, values)
+
+    def sum_shares(self, what: str, *values: float) -> list[float]:
+        return self._exchange(what, self.count_once(values))
 
     def start_sync_requests(
         self, what: str, requests: Control, *values: float

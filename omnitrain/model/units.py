@@ -637,9 +637,9 @@ def count_tokens(batch: Any) -> int:
 
     A batch that has a method `count_tokens` is asked.
     """
-    if hasattr(type(batch), "count_tokens"):
+    if hasattr(batch, "count_tokens"):
         return batch.count_tokens()
-    if isinstance(batch, Mapping):
+    if not isinstance(batch, tuple) and isinstance(batch, Mapping):
         mask, ids = batch.get("attention_mask"), batch.get("input_ids")
         if isinstance(mask, Tensor) and mask.ndim == 2 and mask.device.type == "cpu":
             return int(np.count_nonzero(mask.numpy()))

@@ -40,6 +40,7 @@ Weighed = tuple[Any, float, int, int, int]
 
 Samples and tokens of a batch that is split are counted at its end.
 """
+_batches_of = operator.itemgetter(4)
 
 
 # The most windows that are read ahead, whose steps then share one exchange between the ranks.
@@ -173,7 +174,7 @@ class Feed:
                 if size not in (None, done):
                     raise _wrong_length(done, size)
                 return
-            loader.turn += sum(map(operator.itemgetter(4), group))
+            loader.turn += sum(map(_batches_of, group))
             if window.samples:  # otherwise all ranks have only dummy batches
                 done += window.samples
                 if self.is_left_out is not None and self.is_left_out(epoch, done - window.samples, done):
@@ -323,7 +324,7 @@ class Feed:
         `last` is repeated without weight if other ranks have more. The totals are summed over all ranks, if given.
         """
         size = len(group)
-        totals = totals or self._ranks.sum("the beginning of a step", *self._ranks.count_once(_window_sums(group)))
+        totals = totals or self._ranks.sum_shares("the beginning of a step", *_window_sums(group))
         weight, samples, tokens, batch_count, sizes, squares = totals
         if not sizes:
             return None
@@ -333,7 +334,7 @@ class Feed:
             _reject_empty(all_sizes)
             if last is not None:
                 group = group + [(last[0], 0, 0, 0, 0)] * (max(count or 0 for count in all_sizes) - size)
-        batches, weights, *_ = map(list, zip(*group, strict=True))
+        batches, weights = [entry[0] for entry in group], [entry[1] for entry in group]
         origins = _origins(group) if self._may_split else None
         # of this rank's weighted losses, whose gradients are averaged over the ranks later
         divisor = (1.0 if self._reduction == "sum" else weight) / self._ranks.data.size or 1.0

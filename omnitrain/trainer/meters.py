@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from omnitrain.compute.precision import read_on_cpu
 from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.metrics.accumulated import MetricState, is_torchmetrics, reset_objects
@@ -52,13 +51,11 @@ class LossMeter:
             # in place, without a temporary: `sum += loss * weight` would allocate twice in each micro-batch
             self.sum.add_(loss.detach(), alpha=weight)
         else:
-            self.sum += weight * read_on_cpu(loss)
+            self.sum += weight * loss.item()
 
     def mean(self) -> float:
         """Return the mean over all ranks since the epoch began."""
-        total, weight = self.ranks.sum(
-            "the mean loss of an epoch", *self.ranks.count_once([float(self.sum), self.weight])
-        )
+        total, weight = self.ranks.sum_shares("the mean loss of an epoch", float(self.sum), self.weight)
         return total / weight if weight else math.nan
 
     def since_last(self) -> tuple[float, float]:

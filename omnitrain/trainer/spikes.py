@@ -157,7 +157,7 @@ class Spikes:
                 if entry.event is not None:
                     entry.event.synchronize()
                 sums += [float(entry.values[0]), entry.weight]
-            sums = ranks.sum("the losses of steps", *ranks.count_once(sums))
+            sums = ranks.sum_shares("the losses of steps", *sums)
             for entry, total, weight in zip(steps, sums[::2], sums[1::2], strict=True):
                 loss, norm = total / weight if weight else math.nan, float(entry.values[1])
                 if self._trainer.backend.can_skip and math.isfinite(loss) and not math.isfinite(norm):

@@ -20,7 +20,6 @@ from torch import nn
 from omnitrain.arguments import DEFAULTS, Settings
 from omnitrain.backends.backend import Backend
 from omnitrain.compute.device_runtime import DeviceRuntime, device_runtime
-from omnitrain.compute.precision import read_on_cpu
 from omnitrain.core.errors import ConfigError, DataError, NonFiniteError, add_location
 from omnitrain.core.events import Event, find_overrides
 from omnitrain.data.sampling import Window
@@ -127,7 +126,7 @@ class FiniteGuard:
             slot, event, location = self._pending.popleft()
             if event is not None:
                 event.synchronize()
-            if read_on_cpu(self._host_flags[slot]):
+            if self._host_flags[slot].item():
                 self._pending.clear()
                 return location
         return None
@@ -532,8 +531,8 @@ class Step:
             self._lifecycle.emit(Event.BEFORE_OPTIMIZER_STEP)
             self.grad_norm = self._backend.clip_gradients(self._settings.max_grad_norm)
         else:
-            # before the norm is taken, which would be that of scaled gradients
-            self._backend.scaler.unscale_(self._backend.optimizer)
+            if self._scales_loss:  # before the norm is taken, which would be that of scaled gradients
+                self._backend.scaler.unscale_(self._backend.optimizer)
             self.grad_norm = self._clip(self._lifecycle.emit_in_step)
             self._lifecycle.emit(Event.BEFORE_OPTIMIZER_STEP)
         if self._should_update(self.grad_norm):
@@ -741,9 +740,7 @@ class Step:
             if not math.isfinite(self._finiteness_value(self._clip())):
                 raise self._nonfinite_error(self._place())
         self._is_at_start = False
-        total, weight = self._ranks.sum(
-            "the loss of a closure", *self._ranks.count_once([float(self.loss.sum), self.loss.weight])
-        )
+        total, weight = self._ranks.sum_shares("the loss of a closure", float(self.loss.sum), self.loss.weight)
         value = total if self._settings.grad_reduction == "sum" else total / weight
         return torch.tensor(value, dtype=torch.float64)
 
@@ -751,7 +748,7 @@ class Step:
         """Divide the gradients by the targets of the window, which the forward passes counted; return False if none."""
         if self._settings.grad_reduction == "sum":
             return True
-        (targets,) = self._ranks.sum("the targets of a step", *self._ranks.count_once([targets]))
+        (targets,) = self._ranks.sum_shares("the targets of a step", targets)
         if targets:
             self._trainer._scale_gradients(self.window.divisor * self._ranks.data.size / targets)
         return bool(targets)
@@ -769,8 +766,8 @@ class Step:
 
     def means_since_last(self) -> tuple[float, dict[str, float]]:
         """Return the mean loss (NaN without any) and the metrics over all ranks since the last call."""
-        local_sums = self._ranks.count_once([*self.loss.since_last(), len(self.metrics)])
-        total, weight, name_count = self._ranks.sum("the loss for a log", *local_sums)
+        local_sums = *self.loss.since_last(), len(self.metrics)
+        total, weight, name_count = self._ranks.sum_shares("the loss for a log", *local_sums)
         # ranks may have different names, or none, so all are gathered if any rank has one
         self.latest_metrics = self.metrics.means_since_last() if name_count else {}
         return total / weight if weight else math.nan, self.latest_metrics
@@ -812,7 +809,7 @@ class Step:
             return math.nan if any(self._ranks.sum("the losses of a step that is not finite", is_bad)) else 0.0
         if self._ranks.world_size > 1:
             return norm
-        return self.loss.sum + (read_on_cpu(norm) if isinstance(self.loss.sum, float) else norm)
+        return self.loss.sum + (norm.item() if isinstance(self.loss.sum, float) else norm)
 
     def raise_if_nonfinite(self, wait: bool = False) -> None:
         """Raise NonFiniteError for a bad step that the device has reported; with `wait`, check all steps so far."""

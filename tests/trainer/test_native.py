@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from recipes import Sentences, Tagger, Trace, distance, fit, rows, same, t16, weights
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import omnitrain
 from omnitrain import EMA, SAM, Algorithm, BaseTrainer, ConfigError, DataError, HookCallback, MixUp, Trainer
@@ -52,6 +53,20 @@ def test_trainer_rejects_several_processes(kind: Any, monkeypatch: pytest.Monkey
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert kind(t16(), rows(8), **OPTIONS).world_size == 1
+
+
+def test_small_models_clip_to_the_bit_of_a_plain_loop() -> None:
+    ours, by_hand, data = nn.Linear(300, 7), nn.Linear(300, 7), TensorDataset(torch.randn(40, 300), torch.randn(40, 7))
+    by_hand.load_state_dict(ours.state_dict())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, by_hand)]
+    loader = DataLoader(data, 4)
+    Trainer(ours, train_loader=loader, optimizer=optimizers[0], max_grad_norm=0.1, epochs=1, **OPTIONS).train()
+    for inputs, labels in loader:
+        F.mse_loss(by_hand(inputs), labels).backward()
+        assert nn.utils.clip_grad_norm_(by_hand.parameters(), 0.1) > 0.2
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    assert same(weights(ours), weights(by_hand))
 
 
 def test_micro_batch_without_labels_changes_nothing() -> None:
