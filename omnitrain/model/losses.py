@@ -507,7 +507,7 @@ def count_labels(
     With `shift`, each first label is left out: nothing comes before it to predict it from.
     """
     labels = get_labels(batch, names)
-    # a tuple is seen at once, a Mapping is looked up
+    # most batches are tuples, for which the check for Mapping is slow
     if not isinstance(batch, tuple) and isinstance(batch, Mapping) and "shift_labels" in batch:
         labels, shift = batch["shift_labels"], False
     if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point() or labels.is_complex():
