@@ -174,6 +174,10 @@ def build_optimizer(
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise ConfigError("`model` has no parameter that requires a gradient, so there is nothing to train.")
+    if options.get("capturable") and all(parameter.device.type == "cpu" for parameter in trainable):
+        raise ConfigError(
+            "`optimizer_kwargs` has capturable=True, which is for CUDA graphs, and the model is on a CPU. Leave it out."
+        )
     if spec is None or (isinstance(spec, str) and _plain(spec) == "adamwtorchfused"):
         fused = {} if IMPLEMENTATION & options.keys() else {"fused": has_fused_kernel(trainable) or None}
         rates = {"lr": learning_rate, "weight_decay": weight_decay}

@@ -32,6 +32,11 @@ def check_optimizer_kwargs(options: Mapping[str, Any], *kinds: Any) -> None:
         if is_switch or (isinstance(value, float) and not math.isfinite(value)):
             expected = "True or False" if is_switch else "a finite number"
             raise ConfigError(f"`optimizer_kwargs[{name!r}]` must be {expected}, got {value!r}.")
+    if options.get("differentiable"):
+        raise ConfigError(
+            "`optimizer_kwargs` has differentiable=True, for gradients through the update itself, of which a trainer "
+            "takes none. Leave it out."
+        )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     known = sorted({parameter.name for parameter in parameters} - {"params", *_ARGUMENTS})

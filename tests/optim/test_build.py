@@ -192,6 +192,8 @@ def test_optimizer_kwargs_reach_the_optimizer(spec: Any, model: nn.Module) -> No
     ("sgd", {"momentum": float("nan")}, r"`optimizer_kwargs\['momentum'\]` must be a finite number, got nan"),
     ("adamw", {"amsgrad": "no"}, r"`optimizer_kwargs\['amsgrad'\]` must be True or False, got 'no'"),
     ("muon", {"fused": 1}, r"`optimizer_kwargs\['fused'\]` must be True or False, got 1"),
+    (None, {"capturable": True}, "capturable=True, which is for CUDA graphs, and the model is on a CPU. Leave it out"),
+    ("sgd", {"differentiable": True}, "differentiable=True, for gradients through the update itself"),
     ("muon", {"momentun": 1}, "no option of Muon and AdamW.*mean 'momentum'"),
     (optimizer_for, {"momentum": 0.9}, "has no effect on an `optimizer` that is neither name nor class"),
 ])  # fmt: skip
