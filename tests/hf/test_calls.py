@@ -391,6 +391,13 @@ def test_compute_loss_trains_and_evaluates_as_in_transformers(arguments: Any) ->
     assert ours.predict(Keyed(8)).predictions.shape == stock.predict(Keyed(8)).predictions.shape == (8, 1)
 
 
+def test_callbacks_see_the_labels_that_compute_loss_pops(arguments: Any) -> None:
+    keys: list[set[str]] = []
+    recorder = callback(on_after_forward=lambda trainer, batch, output: keys.append(set(batch)))
+    trained(arguments(max_steps=2), Weighted, callbacks=[recorder])
+    assert keys == [{"x", "labels"}] * 2
+
+
 class Measured(KeyedModel):
     """A model whose output has a metric."""
 
