@@ -19,24 +19,12 @@ from typing import Any, NamedTuple
 
 import programs
 import pytest
+import stores
 from forging import spoil
 from fsspec.registry import known_implementations
 from marks import thinned
 from resuming import assert_same, build, comparable, outcome, play, train
-from stores import (
-    InMemory,
-    Watched,
-    content_of,
-    lose_machine,
-    mirroring,
-    remote_folders,
-    remote_steps,
-    save_files,
-    save_texts,
-    shelf_of,
-    wait_for,
-    watching,
-)
+from stores import InMemory, Watched, content_of, mirroring, remote_folders, remote_steps, save_texts
 
 from omnitrain import CheckpointError, ConfigError, MissingExtraError
 from omnitrain.callbacks.retention import to_delete
@@ -55,11 +43,11 @@ ADDRESS: Any = "watched://bucket/run"
 
 @pytest.fixture(autouse=True)
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Watched]]:
-    for name, value in {"OMNITRAIN_LOCAL_DIR": str(tmp_path / "local"), **shelf_of(tmp_path / "shelf")}.items():
+    for name, value in {"OMNITRAIN_LOCAL_DIR": str(tmp_path / "local"), **stores.shelf_of(tmp_path / "shelf")}.items():
         monkeypatch.setenv(name, value)
     for name, seconds in {"PAUSE_S": 0.01, "LONGEST_PAUSE_S": 0.05, "WATCH_S": 0.2}.items():
         monkeypatch.setattr(uploader, name, seconds)
-    with watching() as watched:
+    with stores.watching() as watched:
         yield watched
 
 
@@ -79,7 +67,7 @@ class Finished(NamedTuple):
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    with pytest.MonkeyPatch.context() as patch, watching():
+    with pytest.MonkeyPatch.context() as patch, stores.watching():
         patch.setenv("OMNITRAIN_LOCAL_DIR", str(tmp_path_factory.mktemp("finished")))
         return Finished(train(build(ADDRESS, **RUN)), local_folder(ADDRESS), content_of(ADDRESS))
 
@@ -148,7 +136,7 @@ def test_upload_order_is_files_manifest_pointers(store: type[Watched]) -> None:
             (folder / "same").write_text("same")
             (folder / "other").write_text(text)
 
-        save_files(mirror, 1, write, {}, 1.0, True)
+        stores.save_files(mirror, 1, write, {}, 1.0, True)
 
     def look(what: str, path: str) -> None:
         if what in ("write", "remove"):
@@ -159,7 +147,7 @@ def test_upload_order_is_files_manifest_pointers(store: type[Watched]) -> None:
     with mirroring(ADDRESS) as mirror:
         (mirror.root / "metrics.jsonl").write_text("{}")
         save("a")
-        wait_for(lambda: "best" in content_of(ADDRESS))
+        stores.wait_for(lambda: "best" in content_of(ADDRESS))
         names = written(store)
         assert set(names[:2]) == {"checkpoint-1/same", "checkpoint-1/other"}
         assert names[2:] == ["metrics.jsonl", f"checkpoint-1/{MANIFEST}", "last", "best"]
@@ -175,7 +163,7 @@ def test_upload_order_is_files_manifest_pointers(store: type[Watched]) -> None:
 
 def test_upload_of_save_checkpoint_before_it_returns() -> None:
     trainer = train(build(ADDRESS, **SHORT))
-    lose_machine(ADDRESS)
+    stores.lose_machine(ADDRESS)
     InMemory.store.clear()
     trainer.save_checkpoint()
     assert remote_steps(ADDRESS) == [3] and LOCK not in content_of(ADDRESS)
@@ -224,7 +212,7 @@ def test_resume_skips_incomplete_checkpoints(finished: Finished, tmp_path: Path,
     assert resolved_name("auto") == "checkpoint-4"
     assert "checkpoint-6" in caplog.text and "is incomplete" in caplog.text
     train(build(ADDRESS, **RUN), resume_from="auto")
-    lose_machine(ADDRESS)
+    stores.lose_machine(ADDRESS)
     assert resolved_name("last") == "checkpoint-6"
 
 
@@ -253,7 +241,7 @@ def test_download_verifies_hashes(finished: Finished, caplog: pytest.LogCaptureF
     with pytest.raises(CheckpointError, match="does not match its sha256"):
         make_store(ADDRESS).resolve("last")
     assert not list(local_folder(ADDRESS).glob("*.tmp"))
-    lose_machine(ADDRESS)
+    stores.lose_machine(ADDRESS)
     folder = shutil.copytree(finished.folder, local_folder(ADDRESS), symlinks=True)
     del InMemory.store[f"/bucket/run/{name}"]
     assert resolved_name("last") == resolved_name("best") == "checkpoint-6"  # it is complete on this machine
@@ -267,7 +255,7 @@ def test_load_checkpoint_by_address_or_name(finished: Finished, tmp_path: Path) 
         assert build(tmp_path / "other", **RUN).load_checkpoint(f"{ADDRESS}/{which}").name == name
         assert build(ADDRESS, **RUN).load_checkpoint(f"{ADDRESS}/{which}") == local_folder(ADDRESS) / name
     assert train(build(tmp_path / "new", **RUN), resume_from=f"{ADDRESS}/best").progress.step == 6
-    lose_machine(ADDRESS)
+    stores.lose_machine(ADDRESS)
     mirror = make_store(ADDRESS)
     mirror.download("checkpoint-6")  # as the best weights of a run that ends on another machine are loaded
     assert mirror.verify(mirror.root / "checkpoint-6")["best"]
@@ -400,7 +388,7 @@ def test_upload_after_its_timeout_keeps_the_lock(store: Any, caplog: Any, monkey
         make_store(ADDRESS).acquire()
     later.clear()
     proceed.set()
-    wait_for(lambda: LOCK not in content_of(ADDRESS))
+    stores.wait_for(lambda: LOCK not in content_of(ADDRESS))
     assert not [path for path in later if path and not path.endswith(LOCK)]
     with mirroring(ADDRESS) as mirror:
         save_texts(mirror, 7)
@@ -605,7 +593,7 @@ def test_lock_taken_over_ends_uploads(monkeypatch: pytest.MonkeyPatch, caplog: p
     earlier = lock_threads()
     with mirroring(ADDRESS) as mirror:
         save_texts(mirror, 1)
-        wait_for(lambda: "last" in content_of(ADDRESS))
+        stores.wait_for(lambda: "last" in content_of(ADDRESS))
         while lock_threads() - earlier:  # they end when they see another owner
             RemoteFolder(ADDRESS).write(LOCK, owner())
             time.sleep(0.05)

@@ -28,22 +28,7 @@ from counting import Streamed
 from forging import content_of, copied, seal, spoil
 from marks import make_small, thinned
 from recipes import Pages, StopAt, callback, fit, rows, small_trainer
-from resuming import (
-    Cut,
-    KillAtEvent,
-    Killed,
-    Net,
-    Numbered,
-    Overflowing,
-    assert_same,
-    comparable,
-    disturb_generators,
-    journal,
-    memory_folder,
-    outcome,
-    train,
-    windows_of,
-)
+from resuming import Cut, Net, Numbered, assert_same, comparable, outcome, train
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader
@@ -67,7 +52,7 @@ play = functools.partial(resuming.play, make=build)
 
 @pytest.fixture(scope="module")
 def stopped_run() -> Iterator[Path]:
-    with memory_folder() as path:
+    with resuming.memory_folder() as path:
         play(path / "run", [{"cut": ("stop", 4)}])
         yield path / "run"
 
@@ -81,7 +66,7 @@ def stopped(stopped_run: Path, folder: Path) -> Path:
 @functools.cache
 def straight(**options: Any) -> dict[str, Any]:
     """Return the outcome of a run that is not interrupted."""
-    with memory_folder() as path:
+    with resuming.memory_folder() as path:
         return play(path / "run", **options)
 
 
@@ -118,7 +103,7 @@ def on(event: str, action: Callable[[Any], object], step: int | None = None) -> 
     """Return a callback that does something at each event, or at those after a step, skipped ones included."""
 
     def handle(self: Any, trainer: Any, *details: Any) -> None:
-        if step in (None, windows_of(trainer)):
+        if step in (None, resuming.windows_of(trainer)):
             action(trainer)
 
     return type("Handler", (Callback,), {f"on_{event}": handle, "order": 90})()
@@ -215,7 +200,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "end in steps": {"epochs": None, "max_steps": 6, "save_steps": 3, "eval_steps": 4},
     "requests": {"callbacks": lambda: [Requesting()], "eval_steps": 1, "save_steps": 3},
     "skipped steps": scheduled(
-        "linear", **SINGLE | {"model": lambda: Overflowing(torch.float32)}, prepare=scale, eval_steps=2
+        "linear", **SINGLE | {"model": lambda: resuming.Overflowing(torch.float32)}, prepare=scale, eval_steps=2
     ),
     "bf16": {"autocast": "bf16", **SINGLE, "save_steps": 2},
     "stream": {"dataset": lambda: Streamed(Numbered()), "save_steps": 2, "eval_steps": 2},
@@ -275,14 +260,14 @@ def test_cut_run_resumes_identically(name: str, folder: Path) -> None:
 
 def test_run_killed_at_event_resumes_identically(folder: Path) -> None:
     """At the middle one of each third kind outside of steps."""
-    recorder, options = KillAtEvent(), {**RECIPES["odd intervals"], "epochs": 2}
+    recorder, options = resuming.KillAtEvent(), {**RECIPES["odd intervals"], "epochs": 2}
     expected = play(folder / "straight", [{"cut": recorder}], **options)
     kinds = [event for event in dict.fromkeys(recorder.names) if event not in INNER_STEP_EVENTS]
     assert len(kinds) > 10
     for kind in kinds[1::3]:
         numbers = [number for number, event in enumerate(recorder.names, 1) if event == kind]
         number = numbers[len(numbers) // 2]
-        result = play(folder / kind, [{"cut": KillAtEvent(number)}, {}], **options)
+        result = play(folder / kind, [{"cut": resuming.KillAtEvent(number)}, {}], **options)
         assert_same(result, expected, f"killed at event {number}, {kind}")
 
 
@@ -391,7 +376,7 @@ def test_overwrite_replaces_the_run_at_the_first_save(is_async: bool, stopped: P
     options = {"save_steps": 5, "async_save": is_async, "seed": 1, "keep_best": 0, "overwrite": True}
     train(build(stopped, **options, callbacks=lambda: looks))
     assert (present[0], present[1], present[-1]) == (numbered(3, 4), numbered(5), numbered(5, 9))
-    assert {row["step"] for row in journal(stopped)} <= set(range(10))
+    assert {row["step"] for row in resuming.journal(stopped)} <= set(range(10))
 
 
 # --- best and retention
@@ -863,7 +848,7 @@ def test_save_checkpoint_of_callback_resumes(folder: Path) -> None:
 
     def save_and_end(trainer: Any) -> None:
         trainer.save_checkpoint()
-        raise Killed
+        raise resuming.Killed
 
     options = {"eval_steps": 2, "save_steps": 5, "epochs": 2}
     play(folder / "run", [{"cut": on("step_end", save_and_end, 4)}], **options)
@@ -880,7 +865,7 @@ def test_load_checkpoint_restores_the_trainer(folder: Path) -> None:
     options = {**RECIPES["skipped steps"], "eval_steps": 5}
     expected = facts(train(build(folder / "run", **options)))
     other = build(folder / "run", **options)
-    disturb_generators()
+    resuming.disturb_generators()
     assert other.load_checkpoint("last").name == "checkpoint-5"
     result = facts(other)
     result["metrics"]["stop_reason"], result["generator"] = "epochs", [torch.get_rng_state()]

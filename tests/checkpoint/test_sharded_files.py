@@ -19,15 +19,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-from omnitrain.checkpoint import tensor_files
-from omnitrain.checkpoint.sharded_files import (
-    Block,
-    can_shard,
-    count_full_files,
-    local_blocks,
-    write_full_files,
-    write_shards,
-)
+from omnitrain.checkpoint import sharded_files, tensor_files
+from omnitrain.checkpoint.sharded_files import Block, can_shard, local_blocks, write_full_files, write_shards
 from omnitrain.checkpoint.tensor_files import DTYPES, Gathered, TensorFile, change_marker, host_copy, save_tensors
 from omnitrain.core import files
 from omnitrain.core.errors import CheckpointError
@@ -362,7 +355,7 @@ def test_write_full_files_equals_transformers_files(tmp_path: Path) -> None:
         out.mkdir()
         for rank in range(world_size):
             written = write_full_files(source, out, rank, world_size, FS, limit=100)
-            assert bool(written) is (rank < count_full_files(tensors, 100))
+            assert bool(written) is (rank < sharded_files.count_full_files(tensors, 100))
             entries |= written
         assert entries == {file.name: entry_of(file) for file in out.iterdir()}
         contents.append(entries)
