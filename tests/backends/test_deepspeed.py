@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from recipes import rows
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, HFTrainingArguments
@@ -93,3 +95,13 @@ def test_sums_in_two_dtypes_are_rejected() -> None:
     fsdp = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=policy)
     with pytest.raises(ConfigError, match="'reductions' to 'bf16', and `fsdp_plugin` has a mixed_precision_policy"):
         AccelerateTrainer(torch.nn.Linear(2, 1), fsdp_plugin=fsdp, dtypes={"reductions": "bf16"})
+
+
+def test_new_accelerator_forgets_fsdp_of_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU accelerate notes FSDP for the process, and takes no plugin of the next accelerator."""
+    options = {"loss_fn": torch.nn.MSELoss(), "max_steps": 1, "progress_bar": False}
+    kind = AccelerateTrainer(torch.nn.Linear(4, 1), rows(8, torch.float32), **options).accelerator.distributed_type
+    monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType.FSDP)
+    trainer = AccelerateTrainer(torch.nn.Linear(4, 1), rows(8, torch.float32), **options)
+    assert trainer.accelerator.distributed_type == kind != DistributedType.FSDP
+    trainer.train()

@@ -16,6 +16,8 @@ from safetensors.torch import save_file
 from tiny import Tokens, gpt, llama, t5
 from torch import nn
 
+from omnitrain.backends.start import initialize_missing
+
 BACKENDS = ("ddp", "fsdp", "zero2", "zero3", "hf2", "hf_fsdp", "hf_zero3")
 LANGUAGE_MODELS: dict[str, Any] = {"llama": llama, "gpt": gpt, "t5": t5}
 
@@ -76,6 +78,18 @@ class Masked(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.scale(self.linear(x * self.mask))
+
+
+class Counted(nn.Module):
+    """A buffer that is computed, next to a weight that nothing sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+
+    def reset_parameters(self) -> None:
+        self.count = torch.arange(3)
 
 
 def build(kind: str, seed: int = 0) -> nn.Module:
@@ -198,6 +212,19 @@ def results_of(results: Found[list[dict[str, Any]]], backend: str, *names: str) 
     for result in (rank for ranks in selected for rank in ranks):
         assert "error" not in result, result["error"] + result["message"]
     return selected
+
+
+def test_initialize_missing_draws_only_what_is_missing() -> None:
+    with torch.device("meta"):
+        first, second, counted = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), Counted()
+    first.bias, second.weight = nn.Parameter(torch.full((4,), 7.0)), first.weight
+    names = {"0.weight", "2.weight", "2.count"}
+    torch.manual_seed(3)
+    assert initialize_missing(nn.Sequential(first, second, counted), names) == {"2.weight": "Counted"}
+    torch.manual_seed(3)
+    assert first.weight is second.weight and torch.equal(first.weight, nn.Linear(4, 4).weight)
+    assert first.bias.tolist() == [7.0] * 4 and not hasattr(first.bias, "_is_hf_initialized")
+    assert counted.count.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("backend", thinned(BACKENDS, ["fsdp", "zero3", "hf2"]))
