@@ -4,8 +4,6 @@ import ast
 import functools
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -192,11 +190,3 @@ def test_coming_from_page_uses_aliases(source: str) -> None:
     known = {*VOCABULARY[source], *NAMES, *arguments_of(Trainer)} | OF_OTHERS.get(source, set())
     assert used and used - known == set()
     assert re.search(r"Trainer\(", ours)
-
-
-@pytest.mark.processes
-def test_names_page_is_generated() -> None:
-    done = subprocess.run([sys.executable, ROOT / ".ci" / "signatures.py", "--check"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    page = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")
-    assert all(f"| `{name}` |" in page for name in NAMES)

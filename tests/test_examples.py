@@ -108,38 +108,35 @@ def test_readme_lists_examples() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("file", "options", "is_good"),
-    [
-        ("images.py", {"epochs": 2}, lambda result: result["test_accuracy"] > 0.5),
-        ("object_detection.py", {}, lambda result: result["best_valid"]["eval_recall"] > 0.9),
-        ("text.py", {"epochs": 3, "per_package": 800}, lambda result: result["test_accuracy"] > 0.5),  # by chance: 0.25
-        ("tabular.py", {"epochs": 20}, lambda result: result["network"] > result["linear"] - 0.05 > 0.25),
-        # an end everywhere: 0.36
-        ("sequence_labelling.py", {"epochs": 3, "limit": 1000}, lambda result: result["eval_f1"] > 0.5),
-        ("character_model.py", {"modules": 8}, lambda result: result["eval_loss"] < 4),  # 4.9 before training
-        ("seq2seq.py", {"epochs": 4, "count": 1500}, lambda result: result > 0.3),  # by chance: none
-        ("lora.py", {"epochs": 3}, lambda result: result["after"] > result["before"] + 0.3),
-        ("contrastive.py", {"epochs": 8}, lambda result: result["features"] > result["pixels"] + 0.03),
-        ("gan.py", {"epochs": 16}, lambda result: result["noise"] / 2 > result["first half"] > result["resumed"]),
-        # by chance: 0.1 and 0.25
-        ("multi_task.py", {"epochs": 4}, lambda best: best["eval_digit_accuracy"] > 0.5 < best["eval_turns_accuracy"]),
-        ("mixed_tasks.py", {"epochs": 4}, lambda result: result["eval_digit_accuracy"] > 0.5),
-        ("regularized.py", {"epochs": 6}, lambda result: result["test_accuracy"] > 0.5),
-        ("causal_lm.py", {"epochs": 1, "size": 600}, lambda result: result["perplexity"] < 6),  # of 30 words
-        # of the teacher, the student alone, and taught
-        ("distillation.py", {"epochs": 10}, lambda result: (s := [*result.values()])[0] > s[2] > s[1] + 0.2),
-        ("segmentation.py", {"epochs": 3}, lambda result: result["eval_miou"] > 0.5),  # a background everywhere: 0.29
-        ("speech_ctc.py", {"epochs": 6}, lambda result: result["eval_digit_error_rate"] < 0.1),
-        ("graphs.py", {"epochs": 8}, lambda result: result["with messages"] - 0.3 > result["nodes only"]),
-        ("curriculum.py", {}, lambda result: result["curriculum"] - 0.3 > result["all at once"]),  # by chance: 0.5
-        ("active_learning.py", {"rounds": 6}, lambda result: result["uncertain"][-1] > result["random"][-1]),
-        ("preferences.py", {}, lambda result: result["forwards after"] > result["forwards before"] + 0.1),
-        ("diffusion.py", {"epochs": 20}, lambda result: result["drawn"] > 0.8),  # by chance: 0.1
-        ("reinforce.py", {"steps": 30}, lambda result: result["best"] > 3 * result["first"]),
-        ("streaming.py", {"steps": 120}, lambda result: result[0] > 0.7 and result[1] == 0),  # equal when resumed
-    ],
-)
+@pytest.mark.parametrize(("file", "options", "is_good"), [
+    ("images.py", {"epochs": 2}, lambda result: result["test_accuracy"] > 0.5),
+    ("object_detection.py", {}, lambda result: result["best_valid"]["eval_recall"] > 0.9),
+    ("text.py", {"epochs": 3, "per_package": 800}, lambda result: result["test_accuracy"] > 0.5),  # by chance: 0.25
+    ("tabular.py", {"epochs": 20}, lambda result: result["network"] > result["linear"] - 0.05 > 0.25),
+    # an end everywhere: 0.36
+    ("sequence_labelling.py", {"epochs": 3, "limit": 1000}, lambda result: result["eval_f1"] > 0.5),
+    ("character_model.py", {"modules": 8}, lambda result: result["eval_loss"] < 4),  # 4.9 before training
+    ("seq2seq.py", {"epochs": 4, "count": 1500}, lambda result: result > 0.3),  # by chance: none
+    ("lora.py", {"epochs": 3}, lambda result: result["after"] > result["before"] + 0.3),
+    ("contrastive.py", {"epochs": 8}, lambda result: result["features"] > result["pixels"] + 0.03),
+    ("gan.py", {"epochs": 16}, lambda result: result["noise"] / 2 > result["first half"] > result["resumed"]),
+    # by chance: 0.1 and 0.25
+    ("multi_task.py", {"epochs": 4}, lambda best: best["eval_digit_accuracy"] > 0.5 < best["eval_turns_accuracy"]),
+    ("mixed_tasks.py", {"epochs": 4}, lambda result: result["eval_digit_accuracy"] > 0.5),
+    ("regularized.py", {"epochs": 6}, lambda result: result["test_accuracy"] > 0.5),
+    ("causal_lm.py", {"epochs": 1, "size": 600}, lambda result: result["perplexity"] < 6),  # of 30 words
+    # of the teacher, the student alone, and taught
+    ("distillation.py", {"epochs": 10}, lambda result: (s := [*result.values()])[0] > s[2] > s[1] + 0.2),
+    ("segmentation.py", {"epochs": 3}, lambda result: result["eval_miou"] > 0.5),  # a background everywhere: 0.29
+    ("speech_ctc.py", {"epochs": 6}, lambda result: result["eval_digit_error_rate"] < 0.1),
+    ("graphs.py", {"epochs": 8}, lambda result: result["with messages"] - 0.3 > result["nodes only"]),
+    ("curriculum.py", {}, lambda result: result["curriculum"] - 0.3 > result["all at once"]),  # by chance: 0.5
+    ("active_learning.py", {"rounds": 6}, lambda result: result["uncertain"][-1] > result["random"][-1]),
+    ("preferences.py", {}, lambda result: result["forwards after"] > result["forwards before"] + 0.1),
+    ("diffusion.py", {"epochs": 20}, lambda result: result["drawn"] > 0.8),  # by chance: 0.1
+    ("reinforce.py", {"steps": 30}, lambda result: result["best"] > 3 * result["first"]),
+    ("streaming.py", {"steps": 120}, lambda result: result[0] > 0.7 and result[1] == 0),  # equal when resumed
+])  # fmt: skip
 def test_example_learns(file: str, options: dict[str, Any], is_good: Callable[[Any], bool]) -> None:
     result = names_of(file)["main"](**options)
     assert is_good(result), result

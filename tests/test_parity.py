@@ -629,8 +629,7 @@ def test_setup_ends_with_the_native_bits(trainer_class: Any, name: str) -> None:
 @table(
     "name", [*MODELS, *ALGORITHMS, *LOSSES, *DATA, *STEPS], ["ema", "shards"], accelerate=["metrics"], rest=["native"],
     native=[
-        "packed", "rows", "agc", "cutmix", "smoothing", "lengths", "sizes", "sam", "depth", "sums over tokens",
-        "schedule in time", "whole steps", "metrics", "shards",
+        "packed", "rows", "agc", "sums over tokens", "schedule in time", "whole steps", "metrics", "shards",
     ],
 )  # fmt: skip
 def test_setup_gives_the_same_numbers_in_every_split(trainer_class: Any, name: str) -> None:

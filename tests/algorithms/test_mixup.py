@@ -108,9 +108,8 @@ def test_label_smoothing_shifts_labels_of_causal_models() -> None:
     ids, labels = (torch.stack([samples[i][key] for i in range(4)]) for key in ("input_ids", "labels"))
     outputs = model(input_ids=ids, labels=labels)
     output = StepOutput(outputs.loss, outputs.logits, labels)
-    smooth = LabelSmoothing(VOCABULARY, 0.3).transform_output(
-        SimpleNamespace(loss_mean=ModelUnit(model).loss_mean), output
-    )
+    unshifted = SimpleNamespace(loss_mean=ModelUnit(model).loss_mean)
+    smooth = LabelSmoothing(VOCABULARY, 0.3).transform_output(unshifted, output)
     scores, counted = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     torch.testing.assert_close(smooth.loss, F.cross_entropy(scores, counted, label_smoothing=0.3), check_dtype=False)
 
@@ -121,16 +120,12 @@ UNSUPPORTED: list[tuple[Any, Any, str]] = [
     (MixUp(2), (X.long(), KIND), "MixUp mixes inputs, and found no floating-point tensors"),
     (MixUp(), X, "labels"),
     (CutMix(), (X, torch.zeros(4, 1)), "images of one size.*found none"),
-    *(
-        (algorithm, batch, words)
-        for algorithm in (MixUp(num_classes=2), LabelSmoothing(2))
-        for batch, words in (
-            ({"x": X, "kind": KIND}, r"the keys 'x', 'kind'.*label_names=\['kind'\]"),
-            ({"x": X, "first": KIND, "second": KIND}, "has several of them"),
-            *(((X, KIND + number), "labels from 0 to 1") for number in (-100, 2)),
-        )
-    ),
-]
+    *((algorithm, batch, words) for algorithm in (MixUp(num_classes=2), LabelSmoothing(2)) for batch, words in (
+        ({"x": X, "kind": KIND}, r"the keys 'x', 'kind'.*label_names=\['kind'\]"),
+        ({"x": X, "first": KIND, "second": KIND}, "has several of them"),
+        *(((X, KIND + number), "labels from 0 to 1") for number in (-100, 2)),
+    )),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("algorithm", "batch", "words"), UNSUPPORTED)

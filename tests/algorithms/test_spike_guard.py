@@ -144,18 +144,15 @@ def first_spike(every: int) -> int:
 # --- going back
 
 
-@pytest.mark.parametrize(
-    ("kind", "every", "options"),
-    [
-        (Trainer, None, {}),
-        (AccelerateTrainer, None, {}),
-        (HFTrainer, None, {}),
-        (Trainer, 3, {}),
-        (Trainer, None, {"save_steps": 1000}),  # which begins again
-        (Trainer, 7, UNSAVED),  # from copies in memory
-        pytest.param(Trainer, None, {"num_workers": 1}, marks=pytest.mark.processes),
-    ],
-)
+@pytest.mark.parametrize(("kind", "every", "options"), [
+    (Trainer, None, {}),
+    (AccelerateTrainer, None, {}),
+    (HFTrainer, None, {}),
+    (Trainer, 3, {}),
+    (Trainer, None, {"save_steps": 1000}),  # which begins again
+    (Trainer, 7, UNSAVED),  # from copies in memory
+    pytest.param(Trainer, None, {"num_workers": 1}, marks=pytest.mark.processes),
+])  # fmt: skip
 def test_rewind_equals_data_without_the_samples(kind: Any, every: int | None, options: Any, tmp_path: Path) -> None:
     trainer = fit(build(tmp_path, guard(every=every), kind=kind, **options))
     assert trainer.progress.step == 38
@@ -207,15 +204,12 @@ def test_rewind_of_a_stream_leaves_out_its_samples(saves: bool, every: int | Non
     assert same(weights(run.model), weights(plain.model))
 
 
-@pytest.mark.parametrize(
-    ("average", "every", "save_steps"),
-    [
-        (lambda: EMA(0.9), 3, 10),
-        (lambda: EMA(0.9), None, 1000),
-        (lambda: SWA("12ba", every=1), None, 10),
-        (lambda: SWA("12ba", every=1), 10, 1000),
-    ],
-)
+@pytest.mark.parametrize(("average", "every", "save_steps"), [
+    (lambda: EMA(0.9), 3, 10),
+    (lambda: EMA(0.9), None, 1000),
+    (lambda: SWA("12ba", every=1), None, 10),
+    (lambda: SWA("12ba", every=1), 10, 1000),
+])  # fmt: skip
 def test_rewind_restores_averages(average: Any, every: int | None, save_steps: int, tmp_path: Path) -> None:
     """The run ends with them; a state from before the first average has none."""
     trainer = fit(build(tmp_path / "run", guard(every=every), average(), save_steps=save_steps))
@@ -361,18 +355,14 @@ NOISE = [1 + 0.1 * math.sin(number) for number in range(40)]
 POSITION = {"step": 1, "epoch": 0, "start": 0, "stop": 4}
 
 
-@pytest.mark.parametrize(
-    ("values", "count"),
-    [
-        ([*NOISE, 1.3], 0),
-        ([*NOISE, 3.0], 1),
-        ([1.0] * 30 + [1.01], 0),  # which is little for a constant loss
-        ([1.0] * 30 + [1.1], 1),
-        ([1.0] * 30 + [9.0] * 50, 50),  # which do not count for the median
-        ([math.exp(-number / 20) for number in range(200)], 0),
-    ],
-    ids=["noise", "spike", "rounding", "constant", "many", "falling"],
-)
+@pytest.mark.parametrize(("values", "count"), [
+    ([*NOISE, 1.3], 0),
+    ([*NOISE, 3.0], 1),
+    ([1.0] * 30 + [1.01], 0),  # which is little for a constant loss
+    ([1.0] * 30 + [1.1], 1),
+    ([1.0] * 30 + [9.0] * 50, 50),  # which do not count for the median
+    ([math.exp(-number / 20) for number in range(200)], 0),
+], ids=["noise", "spike", "rounding", "constant", "many", "falling"])  # fmt: skip
 def test_spike_is_far_above_the_recent_median(values: list[float], count: int) -> None:
     judge = SpikeGuard(window=20)
     spikes = [judge.find_spike(POSITION, value, 1.0) for value in values]

@@ -95,15 +95,11 @@ def test_class_weights_are_the_same_in_every_split(trainer_class: Any, name: str
 
 
 @pytest.mark.parametrize("name", CHANGE_LABELS)
-@pytest.mark.parametrize(
-    "make_loss",
-    [
-        lambda: CrossEntropy(CLASS_WEIGHTS, z_loss=1e-2),
-        lambda: WeightedLosses({"ce": CrossEntropy(CLASS_WEIGHTS), "z": CrossEntropy(CLASS_WEIGHTS, z_loss=0.1)}),
-        lambda: nn.CrossEntropyLoss(CLASS_WEIGHTS, label_smoothing=0.1),
-    ],
-    ids=["z-loss", "several", "smoothed"],
-)
+@pytest.mark.parametrize("make_loss", [
+    lambda: CrossEntropy(CLASS_WEIGHTS, z_loss=1e-2),
+    lambda: WeightedLosses({"ce": CrossEntropy(CLASS_WEIGHTS), "z": CrossEntropy(CLASS_WEIGHTS, z_loss=0.1)}),
+    lambda: nn.CrossEntropyLoss(CLASS_WEIGHTS, label_smoothing=0.1),
+], ids=["z-loss", "several", "smoothed"])  # fmt: skip
 def test_losses_of_probabilities_are_the_same_in_every_split(make_loss: Any, name: str) -> None:
     assert_same_in_every_split(Trainer, ALGORITHMS[name], loss_fn=make_loss())
 
@@ -162,20 +158,16 @@ def test_labels_without_class_weight_count_as_probabilities(make_loss: Any, name
 
 def alternate(trainer: Any, batch: Any) -> Any:
     """Make probabilities of labels in every other step."""
-    return (
-        batch if trainer.progress.step % 2 else with_labels(batch, as_probabilities(get_labels(batch), 3).double(), ())
-    )
+    if trainer.progress.step % 2:
+        return batch
+    return with_labels(batch, as_probabilities(get_labels(batch), 3).double(), ())
 
 
-@pytest.mark.parametrize(
-    ("change", "class_weights", "skipped"),
-    [
-        (alternate, CLASS_WEIGHTS, 0),
-        (lambda trainer, batch: (batch[0], 2 - batch[1]), torch.tensor([1.0, 2.0, 7.0]).double(), 0),
-        (lambda trainer, batch: (batch[0] * 2, batch[1]), WITHOUT_FIRST, 4),  # labels stay, and count nothing
-    ],
-    ids=["probabilities", "other classes", "inputs"],
-)
+@pytest.mark.parametrize(("change", "class_weights", "skipped"), [
+    (alternate, CLASS_WEIGHTS, 0),
+    (lambda trainer, batch: (batch[0], 2 - batch[1]), torch.tensor([1.0, 2.0, 7.0]).double(), 0),
+    (lambda trainer, batch: (batch[0] * 2, batch[1]), WITHOUT_FIRST, 4),  # labels stay, and count nothing
+], ids=["probabilities", "other classes", "inputs"])  # fmt: skip
 def test_custom_algorithm_is_the_same_in_every_split(change: Any, class_weights: torch.Tensor, skipped: int) -> None:
     """The mean is over the class weights of the labels that it returns."""
     make = type("Changing", (Algorithm,), {"transform_batch": lambda self, trainer, batch: change(trainer, batch)})
@@ -184,15 +176,11 @@ def test_custom_algorithm_is_the_same_in_every_split(change: Any, class_weights:
     assert train(Trainer, (4, 1), make(), **options).progress.skipped_steps == skipped
 
 
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [
-        (CrossEntropy(z_loss=1e-2), r"parts 'loss_ce', 'loss_z'.* CrossEntropy\(label_smoothing=\.\.\.\)"),
-        (WeightedLosses({"ce": CrossEntropy(), "other": CrossEntropy()}, {"other": 0.5}), "parts 'loss_ce', 'loss_oth"),
-        (CrossEntropy([1.0, 0.0, 1.0, 1.0, 1.0]), "Class 1 has the class weight 0"),
-    ],
-    ids=["z-loss", "several", "class weight"],
-)
+@pytest.mark.parametrize(("loss", "words"), [
+    (CrossEntropy(z_loss=1e-2), r"parts 'loss_ce', 'loss_z'.* CrossEntropy\(label_smoothing=\.\.\.\)"),
+    (WeightedLosses({"ce": CrossEntropy(), "other": CrossEntropy()}, {"other": 0.5}), "parts 'loss_ce', 'loss_oth"),
+    (CrossEntropy([1.0, 0.0, 1.0, 1.0, 1.0]), "Class 1 has the class weight 0"),
+], ids=["z-loss", "several", "class weight"])  # fmt: skip
 def test_smoothed_tokens_with_other_parts_are_an_error(loss: Any, words: str) -> None:
     model = Tokenwise().float()
     before = weights(model)

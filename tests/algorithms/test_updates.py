@@ -45,16 +45,12 @@ def build(*algorithms: Any, model: Any = None, data: Any = None, **options: Any)
     return small_trainer(*algorithms, model=model or deep(), data=data or rows(8), **options)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "expected"),
-    [
-        (LayerFreezing(0.25), ["11111", "11111", "01111", "00111"]),
-        (LayerFreezing(0.0, 0.5), ["11111", "11111", "01111", "01111"]),
-        (GradualUnfreezing(0.75), ["00001", "00011", "00111", "11111"]),
-        (GradualUnfreezing(0.5, layers=["[01]", "[23]", "4"]), ["00001", "00111", "11111", "11111"]),
-    ],
-    ids=["freezing", "half frozen", "unfreezing", "layers"],
-)
+@pytest.mark.parametrize(("algorithm", "expected"), [
+    (LayerFreezing(0.25), ["11111", "11111", "01111", "00111"]),
+    (LayerFreezing(0.0, 0.5), ["11111", "11111", "01111", "01111"]),
+    (GradualUnfreezing(0.75), ["00001", "00011", "00111", "11111"]),
+    (GradualUnfreezing(0.5, layers=["[01]", "[23]", "4"]), ["00001", "00111", "11111", "11111"]),
+], ids=["freezing", "half frozen", "unfreezing", "layers"])  # fmt: skip
 def test_layers_are_frozen_and_unfrozen_by_progress(algorithm: Any, expected: list[str]) -> None:
     trains: list[str] = []
 
@@ -80,9 +76,8 @@ def test_frozen_layer_keeps_its_moments() -> None:
 def clipped(*algorithms: Any) -> tuple[list[torch.Tensor], float]:
     """Return the gradients that make the first update, and the norm that is logged."""
     gradients, trace = list[torch.Tensor](), Trace()
-    look = callback(
-        on_before_optimizer_step=lambda trainer: gradients.extend(p.grad.clone() for p in trainer.model.parameters())
-    )
+    gradients_of = lambda trainer: [parameter.grad.clone() for parameter in trainer.model.parameters()]  # noqa: E731
+    look = callback(on_before_optimizer_step=lambda trainer: gradients.extend(gradients_of(trainer)))
     build(*algorithms, model=t16(), callbacks=[look, trace], max_steps=1, epochs=None, log_steps=1).train()
     return gradients, trace.logs[0]["grad_norm"]
 
@@ -112,12 +107,9 @@ def test_sequence_warmup_is_the_mean_over_remaining_labels() -> None:
         return {key: torch.stack([sample[key] for sample in batch])[:, :2] for key in batch[0]}
 
     warm, expected = Tagger(), Tagger()
-    warm.embed.register_forward_pre_hook(
-        lambda module, args: lengths.append(args[0].shape[1] if module.training else 0)
-    )
-    options: dict[str, Any] = {
-        "data": Sentences(8), "optimizer": "sgd", "loss_fn": None, "callbacks": [StopAt(1)], "max_steps": 2, "epochs": 2
-    }  # fmt: skip
+    warm.embed.register_forward_pre_hook(lambda module, args: lengths.append(module.training * args[0].shape[1]))
+    options: dict[str, Any] = {"optimizer": "sgd", "loss_fn": None, "callbacks": [StopAt(1)], "max_steps": 2}
+    options |= {"data": Sentences(8), "epochs": 2}
     build(SeqLengthWarmup(6, 2, 1.0, 4), model=warm, batch_size=2, gradient_accumulation_steps=4, **options).train()
     build(model=expected, data_collator=cut, batch_size=8, **options).train()
     assert [length for length in lengths if length] == [2] * 4 and distance(weights(warm), weights(expected)) <= 1e-12
@@ -189,14 +181,10 @@ def failing_once(method: str, change: Any) -> Algorithm:
     return type("Failing", (Algorithm,), {method: transform})()
 
 
-@pytest.mark.parametrize(
-    "algorithms",
-    [
-        [failing_once("transform_loss", lambda loss: loss * float("inf")), SAM(0.1)],  # of finite activations
-        [failing_once("transform_batch", lambda batch: (batch[0] * float("nan"), batch[1]))],
-    ],
-    ids=["second pass", "first pass"],
-)
+@pytest.mark.parametrize("algorithms", [
+    [failing_once("transform_loss", lambda loss: loss * float("inf")), SAM(0.1)],  # of finite activations
+    [failing_once("transform_batch", lambda batch: (batch[0] * float("nan"), batch[1]))],
+], ids=["second pass", "first pass"])  # fmt: skip
 def test_skipped_step_leaves_buffers_unchanged(trainer_class: Any, algorithms: list[Algorithm]) -> None:
     """NaN of its passes would stay in the statistics of BatchNorm for ever."""
     buffers: list[list[torch.Tensor]] = []

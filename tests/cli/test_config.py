@@ -17,7 +17,7 @@ from recipes import assert_equal
 from safetensors.torch import load_file
 from stores import shelf_of, watching
 
-from omnitrain import ConfigError, Trainer
+from omnitrain import ConfigError, SearchResult, Trainer
 from omnitrain.checkpoint import run_record
 from omnitrain.cli.config import format_trainer_help
 from omnitrain.cli.main import main
@@ -280,7 +280,8 @@ def test_help_lists_all_arguments() -> None:
             assert re.search(rf"^  {name} +\S", text, re.M), name
 
 
-def test_sweep_tries_every_value(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_tries_every_value(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SearchResult, "plot", lambda self, path: None)  # which takes longer than the trials
     words = "--trainer.learning_rate 1e-4,1e-1 --trainer.model.width 4,8 --trainer.epochs 1 --save_dir s"
     for _ in range(2):  # the second time, nothing is left to do
         assert main(["sweep", "a.yaml", *words.split()]) == 0

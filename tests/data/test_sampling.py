@@ -21,8 +21,6 @@ from omnitrain.data.collation import Collator
 from omnitrain.data.sampling import EpochSampler, Fetch, MicrobatchLayout, permute, share, tensor_columns
 
 fuzzed = settings(max_examples=30)
-
-
 sizes, batch_sizes, worlds, epochs = (st.integers(*bounds) for bounds in ((1, 60), (1, 7), (1, 5), (0, 3)))
 
 

@@ -1,13 +1,12 @@
 """Checkpoints of runs on a GPU: resumed there to the bit, by every trainer, and moved to the CPU and back."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from devices import KINDS, make
-from recipes import StopAt, Trace, callback, distance, fit, rows, same, t16, weights
+from recipes import StopAt, Trace, assert_equal, callback, distance, fit, rows, same, t16, weights
 
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.tensor_files import load_tensors
@@ -44,9 +43,6 @@ def saved_at(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     files = {"weights": "model.safetensors", "moments": "optimizer/state.safetensors"}
     parts = [(kind, load_tensors(checkpoint[0] / file)) for kind, file in files.items()]
     return checkpoint[0], {f"{kind}/{name}": tensor for kind, part in parts for name, tensor in part.items()}
-
-
-assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 # --- on one device

@@ -38,17 +38,13 @@ TOGETHER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        TOGETHER,
-        {"algorithms": [SpikeGuard(threshold=100.0, every=10)]},
-        {"callbacks": [Trace()]},
-        pytest.param({"num_workers": 2}, marks=pytest.mark.processes),
-    ],
-    ids=["plain", "everything", "spikes", "trace", "workers"],
-)
+@pytest.mark.parametrize("options", [
+    {},
+    TOGETHER,
+    {"algorithms": [SpikeGuard(threshold=100.0, every=10)]},
+    {"callbacks": [Trace()]},
+    pytest.param({"num_workers": 2}, marks=pytest.mark.processes),
+], ids=["plain", "everything", "spikes", "trace", "workers"])  # fmt: skip
 def test_step_does_not_wait_for_device(
     device: torch.device, kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from marks import thinned
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "losses-of-transformers.md"
 FAMILY_OF = tiny_classes.classes()
 QUICK = [
-    "BartForConditionalGeneration", "BertForMaskedLM", "BertForMultipleChoice", "BertForPreTraining",
+    "BertForMaskedLM", "BertForMultipleChoice", "BertForPreTraining",
     "BertForQuestionAnswering", "BertForTokenClassification", "CLIPModel", "LlamaForCausalLM",
     "LlavaForConditionalGeneration", "MixtralForCausalLM", "MusicgenForCausalLM", "T5ForConditionalGeneration",
     "ViTForImageClassification", "ViTForMaskedImageModeling", "Wav2Vec2ForCTC", "XLNetLMHeadModel",

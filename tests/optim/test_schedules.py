@@ -140,16 +140,12 @@ VALUES: dict[str, Any] = {
 """For each argument of a schedule a value that shows its effect."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        (kind, field.name)
-        for kind in dict.fromkeys(type(part) for schedule in EXAMPLES for part in schedule.parts)
-        for field in dataclasses.fields(kind)
-        if field.name not in NEEDED.get(kind, ()) and (kind, field.name) != (omnitrain.ConstantScheduler, "min_lr_rate")
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
+@pytest.mark.parametrize(("kind", "name"), [
+    (kind, field.name)
+    for kind in dict.fromkeys(type(part) for schedule in EXAMPLES for part in schedule.parts)
+    for field in dataclasses.fields(kind)
+    if field.name not in NEEDED.get(kind, ()) and (kind, field.name) != (omnitrain.ConstantScheduler, "min_lr_rate")
+], ids=lambda value: getattr(value, "__name__", value))  # fmt: skip
 def test_schedule_arguments_change_the_rates(kind: type[Schedule], name: str) -> None:
     options = {**NEEDED.get(kind, {}), **({"warmup": "3ba"} if name == "scale_ratio" else {})}
     schedules = kind(**options), kind(**options, **{name: VALUES[name]})
