@@ -59,6 +59,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--shuffle-files", type=int, metavar="SEED", help="run the files in a random order")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[Any], list[Any]]:
+    """Look for no examples in the docstrings of tests, which have none."""
+    return [collector for collector in (yield) if type(collector) is pytest.Module]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none, put the files in order, and leave out what is in another tenth.
 
