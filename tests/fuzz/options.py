@@ -138,7 +138,7 @@ RATE = [
             "lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)"],
            "drift", "evaluations scores choice weights", bars="blind warmup_steps"),
     *_rows(["max_grad_norm=0.01"], "weights", bars="closure"), *_rows(["max_grad_norm=None"], "drift"),
-    *_rows(["grad_reduction='sum'"], "drift", commutes=False, bars="closure"),
+    *_rows(["grad_reduction='sum'"], "drift", commutes=False, gives="sum", bars="closure"),
     *_rows(["grad_reduction='per-token-mean'"], needs="tokens"),
 ]  # fmt: skip
 SCORES = [
@@ -235,7 +235,7 @@ ALGORITHMS = [
            bars="microbatch_size mixed loader batch_1", gives="mixed"),
     *_rows(["algorithms=[SeqLengthWarmup(9, 4, duration=0.6, step_size=1)]",
             "algorithms=[SeqLengthWarmup(6, 2, duration=1.0, step_size=2)]"], "weights", "length", needs="tokens",
-           bars="rows endless"),
+           bars="sum rows endless"),
     *_rows(["algorithms=[MagnitudePruning(0.5, end=4, every=1)]"], "weights", "length", begins=2, **_PRUNING),
     *_rows(["algorithms=[MagnitudePruning(0.3, end=3, every=2, match=['weight'], scope='global')]"], "weights",
            "length", begins=3, **_PRUNING),
