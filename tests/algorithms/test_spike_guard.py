@@ -159,6 +159,11 @@ def test_rewind_equals_data_without_the_samples(kind: Any, every: int | None, op
     assert_as_without(trainer)
 
 
+def test_rewind_starts_from_the_latest_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    step = fit(build(tmp_path, guard(every=7), **UNSAVED)).algorithms[0].left_out[0].step
+    assert step > 8 and f"continues from step {(step - 1) // 7 * 7} (a copy in memory)" in caplog.text
+
+
 @pytest.mark.parametrize("kind", [Trainer, HFTrainer])
 def test_rewind_goes_back_over_the_end_of_an_epoch(kind: Any, tmp_path: Path) -> None:
     """A run of several epochs leaves the samples out only where they spike; each row of the history is there once."""
