@@ -318,6 +318,7 @@ def test_overwrite_is_needed_to_replace_a_run(finished: Finished) -> None:
 # --- faults
 
 
+@pytest.mark.processes
 def test_upload_outage_is_logged_once(store: type[Watched], caplog: pytest.LogCaptureFixture) -> None:
     fails, fails_for_file = failing(7, "checkpoint-2/"), failing(2, "/run.json$", FileNotFoundError)
     set_fault(store, lambda what, path: (fails(what, path), fails_for_file(what, path))[0])
@@ -329,6 +330,7 @@ def test_upload_outage_is_logged_once(store: type[Watched], caplog: pytest.LogCa
     assert "503 Slow Down" in caplog.text
 
 
+@pytest.mark.processes
 def test_upload_that_never_works_is_left_to_the_next_run(store: type[Watched], caplog: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("OMNITRAIN_UPLOAD_WAIT", "0.1")
     monkeypatch.setattr(uploader, "WAIT_NOTICE_S", 0.0)
@@ -344,6 +346,7 @@ def test_upload_that_never_works_is_left_to_the_next_run(store: type[Watched], c
     assert remote_steps(ADDRESS) == [2, 4, 6]
 
 
+@pytest.mark.processes
 def test_upload_does_not_wait_if_a_name_is_blocked(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file has the name of a checkpoint's folder: this is reported at the start, and the end waits for nothing."""
     monkeypatch.setenv("OMNITRAIN_UPLOAD_WAIT", "60")
@@ -356,6 +359,7 @@ def test_upload_does_not_wait_if_a_name_is_blocked(caplog: Any, monkeypatch: pyt
     assert "no progress" not in caplog.text
 
 
+@pytest.mark.processes
 def test_upload_failure_ends_a_run_with_save_required(store: type[Watched]) -> None:
     set_fault(store, failing(ALWAYS, "checkpoint"))
     with pytest.raises(CheckpointError, match=r"cannot be uploaded|Not everything was uploaded"):
@@ -363,6 +367,7 @@ def test_upload_failure_ends_a_run_with_save_required(store: type[Watched]) -> N
     assert LOCK not in content_of(ADDRESS)
 
 
+@pytest.mark.processes
 def test_upload_after_its_timeout_keeps_the_lock(store: Any, caplog: Any, monkeypatch: Any, tmp_path: Path) -> None:
     """Nothing is written after the run has given up, and no other run begins before that is certain."""
     proceed, is_hanging, later = threading.Event(), threading.Event(), list[str]()
@@ -588,6 +593,7 @@ def test_lock_is_not_written_after_its_release(store: type[Watched], monkeypatch
     assert LOCK not in content_of(ADDRESS)
 
 
+@pytest.mark.processes
 def test_lock_taken_over_ends_uploads(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(uploader, "HEARTBEAT_S", 0.02)
     earlier = lock_threads()
