@@ -55,8 +55,9 @@ CHECKED := $(addprefix --ignore=tests/test_,typing.py architecture.py)
 # Which tenth of the slow tests `make test-sample` runs; CI takes another one each day.
 TENTH ?= $(shell date +%j | sed 's/^0*//')
 
-test-fast: $(VENV)/.has-test ## tests without other processes and without sleeping: in under two minutes
-	$(call limit,900) $(PYTEST) -m "not slow and not processes" --ignore=tests/distributed $(CHECKED)
+test-fast: $(VENV)/.has-test ## tests without other processes, GPUs, examples and sleeping: in 90 seconds
+	$(call limit,900) $(PYTEST) -m "not slow and not processes" $(CHECKED) \
+		$(addprefix --ignore=tests/,distributed fuzz gpu test_examples.py)
 
 test: $(VENV)/.has-test ## at least one quick test of every behaviour, on every trainer and backend: in 5 minutes
 	$(call limit,1800) $(PYTEST) -m "not slow" $(CHECKED)
