@@ -96,7 +96,7 @@ class Backend:
         self.scaler = scaler
         self.ranks = ranks
         self.parameters: list[nn.Parameter] = []
-        # Whether all parameters are plain tensors of the same device and dtype.
+        # Whether all parameters are plain tensors of the same device and dtype; on a CPU, whether they are also few.
         self._is_uniform = self._is_small = False
         # Whether a gradient has been sparse.
         self._has_sparse_gradients = False
