@@ -39,9 +39,7 @@ class Cadence(Callback):
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Start the intervals at the current position, and end a run that is already at its limit."""
         self.restart(trainer)
-        reason = self.limits.reached(trainer.progress)
-        if reason:
-            trainer.control.schedule(reason)
+        self._stop_at_limit(trainer)
 
     def restart(self, trainer: TrainerLike) -> None:
         """Start the intervals at the current position."""
@@ -57,8 +55,11 @@ class Cadence(Callback):
             trainer.control.schedule("evaluate")
         if self.save is not None and self.save.due(progress):
             trainer.control.schedule("save")
-        reason = self.limits.reached(progress)
-        if reason:
-            trainer.control.schedule(reason)
+        self._stop_at_limit(trainer)
 
     on_epoch_end = on_step_end
+
+    def _stop_at_limit(self, trainer: TrainerLike) -> None:
+        reason = self.limits.reached(trainer.progress)
+        if reason:
+            trainer.control.schedule(reason)
