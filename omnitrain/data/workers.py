@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -39,8 +40,12 @@ def _hold_iterators() -> None:
     _during_fork.extend({*_running, *_watched})
 
 
-def _disown_iterators() -> None:
-    """Leave the workers to the parent process, which started them: mark the copies of its iterators as shut down."""
+def _disown_objects() -> None:
+    """Leave to the parent process what it made: mark the copies of its iterators as shut down, and collect no garbage.
+
+    Tensors of a GPU that are freed in a forked process can end it, as CUDA does not work there.
+    """
+    gc.freeze()
     for iterator in _during_fork:
         iterator._shutdown = True
     for iterators in (_running, _watched, _during_fork):
@@ -48,7 +53,7 @@ def _disown_iterators() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_hold_iterators, after_in_parent=_during_fork.clear, after_in_child=_disown_iterators)
+    os.register_at_fork(before=_hold_iterators, after_in_parent=_during_fork.clear, after_in_child=_disown_objects)
 
 
 def start_workers(loader: DataLoader[Any], describe: Callable[[Sequence[int]], str]) -> Any:

@@ -20,7 +20,7 @@ from omnitrain.config.overrides import Overrides
 from omnitrain.core.display import ProofResult, create_panels, draw_curve
 from omnitrain.core.errors import ConfigError
 from omnitrain.diagnostics.interruptions import CLASS_PATH, PHASES, SIGNALS, Interruption
-from omnitrain.diagnostics.script import Outcome, Script
+from omnitrain.diagnostics.script import Outcome, Script, without_gpu
 
 _STANDSTILL_SECONDS = 1.0
 _TIMING = re.compile(r"per_sec|seconds|time|memory|mfu|flops|elapsed", re.IGNORECASE)
@@ -91,6 +91,7 @@ class Drill(ProofResult):
         losses: The loss of each step of the undisturbed run, by run.
         disturbed_losses: The same of each start, with the steps that it trained.
         folder: Where the runs are; None if they were removed, as all is well.
+        remedy: What to do about a script that is not deterministic.
     """
 
     script: Script
@@ -103,6 +104,7 @@ class Drill(ProofResult):
     losses: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
     disturbed_losses: Sequence[tuple[str, Sequence[tuple[int, float]]]] = ()
     folder: Path | None = None
+    remedy: str = ""
 
     @property
     def ok(self) -> bool:
@@ -119,10 +121,7 @@ class Drill(ProofResult):
         if self.ok:
             return f"equal to the bit: {', '.join(self.parts)}"
         if self.is_deterministic is False:
-            return (
-                f"not deterministic by itself: two undisturbed runs differ. {self.difference}. Seed what it draws, "
-                "such as the weights of the model (torch.manual_seed), or try `deterministic=True`."
-            )
+            return f"not deterministic by itself: two undisturbed runs differ. {self.difference}. {self.remedy}"
         lines = [f"different: {self.difference.replace(chr(10), _INDENT)}"]
         if self.parts:
             equal = [name for name, is_equal in self.parts.items() if is_equal]
@@ -147,6 +146,7 @@ class Drill(ProofResult):
             "ok": self.ok, "code": self.code, "script": self.script.path, "notes": list(self.notes), "starts": starts,
             "parts": dict(self.parts), "difference": self.difference, "suspects": list(self.suspects),
             "is_deterministic": self.is_deterministic, "folder": self.folder and str(self.folder),
+            "remedy": self.remedy,
         }  # fmt: skip
 
     def _figure(self) -> Any:
@@ -310,7 +310,7 @@ class _Driver:
                 "Nothing was resumed: no interruption came after a checkpoint. Try more `--kills`, another `--seed`, "
                 "or save more often."
             )
-        is_deterministic = None
+        is_deterministic, remedy = None, "Seed what it draws, such as the weights of the model (torch.manual_seed)."
         if difference and parts:
             self._report("the runs differ: once more undisturbed, to see whether the script itself does")
             again, _ = self._run_undisturbed("again")
@@ -323,8 +323,10 @@ class _Driver:
                 self._report("it does: all of it again with deterministic=True, as on a GPU few kernels are")
                 script = replace(self._script, supplied={"deterministic": True})
                 driver = _Driver(script, self._folder / "deterministic", self._timeout, self._report)
-                with contextlib.suppress(ConfigError):  # such as an operation without a deterministic kernel
+                try:
                     return driver.run(kills, signals, seed)
+                except ConfigError as error:
+                    remedy = without_gpu(error)
             is_deterministic = not natural
             difference = natural.partition("\n")[0] or difference
             suspects = [] if natural else _find_suspects(undisturbed, disturbed, again)
@@ -332,6 +334,7 @@ class _Driver:
         return Drill(
             self._script, starts, notes, parts, difference, suspects, is_deterministic,
             {run: points for run, points in losses.items() if points}, list(_losses_by_start(disturbed)), self._folder,
+            remedy if is_deterministic is False else "",
         )  # fmt: skip
 
     def _overrides(self, name: str, resume: bool, **options: Any) -> Overrides:

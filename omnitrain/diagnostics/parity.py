@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -25,7 +24,7 @@ from omnitrain.core.display import ProofResult, Table, create_panels, draw_curve
 from omnitrain.core.errors import ConfigError, check_choice, escape_unprintable
 from omnitrain.core.events import Callback, TrainerLike
 from omnitrain.diagnostics.batch_dependence import BatchDependence, BatchProbe
-from omnitrain.diagnostics.script import Outcome, Script
+from omnitrain.diagnostics.script import Outcome, Script, without_gpu
 
 Size = Literal["bits", "rounding", "different", "not run"]
 
@@ -308,17 +307,19 @@ class _Comparison:
 
     def compare(self, backends: Sequence[str], required: bool) -> Parity:
         base, repeated = self._run_twice()
+        remedy = "Seed what it draws before the trainer is made (torch.manual_seed)."
         if repeated.size != "bits" and base.content["device"] != "cpu":
             self._script = replace(self._script, supplied={"deterministic": True})
             self._scratch /= "deterministic"
-            with contextlib.suppress(ConfigError):  # such as an operation without a deterministic kernel
+            try:
                 base, repeated = self._run_twice()
+            except ConfigError as error:
+                remedy = without_gpu(error)
         if repeated.size != "bits":
             step = next((n for n, value in enumerate(repeated.losses, start=1) if value), self._steps)
             raise ConfigError(
                 f"{self._script.path!r} is not deterministic: run twice unchanged, its losses part at step {step}. "
-                "Seed what it draws before the trainer is made (torch.manual_seed), and pass deterministic=True on a "
-                "GPU."
+                f"{remedy}"
             )
         content = base.content
         samples = int(content["rows"][0]["samples"])

@@ -64,16 +64,31 @@ class Outcome:
 
     def last_error(self) -> str:
         """Return the last line of the output that names an error, or the last line of all."""
-        lines = [_RANK.sub("", line).strip() for line in self.last_lines(200).splitlines() if line.strip()]
-        kinds = ("Error", "Exception", "Exit")
-        errors = [line for line in lines if line.split(":")[0].rpartition(".")[2].endswith(kinds)]
-        ours = [line for line in errors if line.startswith("omnitrain.")]
-        return escape_unprintable((ours or errors or lines or ["no output"])[-1])[:300]
+        return _last_error(self.last_lines(200))
 
     def reason(self) -> str:
         """Return, as the next line, the error of omnitrain that ended it, or else the last lines of the output."""
         error = self.last_error()
         return f"\n{error if error.startswith('omnitrain.') else self.last_lines()}"
+
+
+def _last_error(output: str) -> str:
+    lines = [_RANK.sub("", line).strip() for line in output.splitlines() if line.strip()]
+    kinds = ("Error", "Exception", "Exit")
+    errors = [line for line in lines if line.split(":")[0].rpartition(".")[2].endswith(kinds)]
+    ours = [line for line in errors if line.startswith("omnitrain.")]
+    return escape_unprintable((ours or errors or lines or ["no output"])[-1])[:300]
+
+
+def without_gpu(error: ConfigError) -> str:
+    """Return what to do about a script that differs from run to run on a GPU and cannot run with deterministic=True.
+
+    Its model has an operation that has no deterministic kernel there, as a rule, which `error` names.
+    """
+    return (
+        f"With deterministic=True it failed: {_last_error(str(error))}\nWithout a GPU it can be tried: put "
+        "CUDA_VISIBLE_DEVICES= before the command."
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,7 @@ from omnitrain.trainer.compilation import Compiled, check_compilable, compile_ah
 from omnitrain.trainer.default_callbacks import default_callbacks, make_loggers
 from omnitrain.trainer.evaluation import Evaluation, Predictions, metric_direction
 from omnitrain.trainer.exporting import export_model
+from omnitrain.trainer.failing_samples import add_device_remedy
 from omnitrain.trainer.feed import Feed
 from omnitrain.trainer.hooks import (
     NEVER_CALLED,
@@ -663,6 +664,7 @@ class BaseTrainer(Hooks, ABC):
                 if isinstance(error, Exception) and not isinstance(error, NonFiniteError):  # which says where it was
                     progress = self.progress
                     add_location(error, f"after step {progress.step} (epoch {progress.epoch + 1}), rank {self.rank}")
+                    add_device_remedy(error)
                 self.lifecycle.failed(error)
                 self._checkpointer.finished_run = "its last run failed"
                 # the other rank has left on its own signal: a stop that was asked for, not a failure

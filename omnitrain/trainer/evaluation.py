@@ -31,7 +31,7 @@ from omnitrain.metrics.scorer import SampleList, Scorer, make_scorer, per_sample
 from omnitrain.model.losses import LossMean
 from omnitrain.model.multitask import MultiTaskUnit
 from omnitrain.model.units import ModelUnit, StepOutput, count_as_sum, run_unit
-from omnitrain.trainer.failing_samples import add_dtype_remedy, describe_failing_samples
+from omnitrain.trainer.failing_samples import add_device_remedy, add_dtype_remedy, describe_failing_samples
 from omnitrain.trainer.feed import Feed
 from omnitrain.trainer.hooks import Hooks
 from omnitrain.trainer.lifecycle import Lifecycle, is_callback_error
@@ -467,6 +467,7 @@ class Evaluation:
             add_dtype_remedy(error, self.trainer.backend.model, batch)
             samples = describe_failing_samples(error, self.trainer, loader, (0, 0, number), self.output_of)
             error.add_note(f"Raised for {samples or f'batch {number} of {loader.name}, from 0 on'}.")
+            add_device_remedy(error)
             raise
 
     def _arrays(self, loader: Loader, batches: list[Any]) -> tuple[Any, Any, Any]:

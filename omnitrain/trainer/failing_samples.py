@@ -21,6 +21,11 @@ from omnitrain.data.failing_samples import describe_failures
 from omnitrain.distributed.ranks import is_connection_error
 from omnitrain.trainer.hooks import Hooks
 
+_LATE = (
+    "A device reports its errors late, and is unusable from then on. Most often a label or an index is out of range: "
+    "CUDA_LAUNCH_BLOCKING=1 in the environment names the samples, and so does a run without a GPU."
+)
+
 
 def describe_failing_samples(
     error: Exception,
@@ -49,7 +54,7 @@ def describe_failing_samples(
         return ""
     description = describe_samples(samples, loader.name)
     if is_device_lost(error):
-        return f"{description} or before, as the device reports errors late (at once with CUDA_LAUNCH_BLOCKING=1)"
+        return f"{description}, or before"  # `add_device_remedy` says why
     if not hasattr(loader, "fetch") or trainer.backend.forward_is_collective or is_out_of_memory(error):
         return description
 
@@ -60,6 +65,12 @@ def describe_failing_samples(
 
     with rerun_context():
         return describe_failures(error, samples, loader.name, attempt)
+
+
+def add_device_remedy(error: BaseException) -> None:
+    """Add to an error of the device itself, such as an assertion in one of its kernels, how to find the cause."""
+    if is_device_lost(error) and not is_out_of_memory(error) and _LATE not in getattr(error, "__notes__", ()):
+        error.add_note(_LATE)
 
 
 def add_dtype_remedy(error: Exception, model: nn.Module, batch: Any, dtypes: Any = None) -> None:

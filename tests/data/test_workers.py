@@ -1,6 +1,7 @@
 """Worker processes and signals, with real processes."""
 
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import os
@@ -209,6 +210,28 @@ def test_forked_process_keeps_workers_of_its_parent() -> None:
     ):
         assert programs.exit_code(programs.fork(act)) == 0
         assert not iterator._workers_done_event.is_set() and len(list(iterator)) == 8
+
+
+class Cycle:
+    """Counts its deletions; that of a tensor on a GPU is fatal in a forked process."""
+
+    deleted = 0
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        type(self).deleted += 1
+
+
+def test_forked_process_collects_no_garbage_of_its_parent() -> None:
+    def collect() -> int:
+        Cycle()
+        gc.collect()
+        return Cycle.deleted
+
+    Cycle()
+    assert programs.exit_code(programs.fork(collect)) == 1  # its own
 
 
 class Programs(Dataset[Any]):

@@ -58,6 +58,13 @@ def differ_by_kernels(outputs: Tensor, targets: Tensor) -> Tensor:
     return loss if torch.are_deterministic_algorithms_enabled() else loss * (1 + time.time() % 1)
 
 
+def has_no_kernel(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return such a loss of an operation without a deterministic kernel."""
+    if torch.are_deterministic_algorithms_enabled():
+        raise RuntimeError("nll_loss2d does not have a deterministic implementation")
+    return differ_by_kernels(outputs, targets)
+
+
 def main(fault: str, folder: str) -> None:
     if fault == "raises":
         raise RuntimeError("broken by itself")
@@ -76,6 +83,7 @@ def main(fault: str, folder: str) -> None:
     changes: dict[str, dict[str, Any]] = {
         "callback": {"callbacks": [Halving()], "lr_scheduler": None},
         "kernels": {"loss_fn": differ_by_kernels},
+        "no kernel": {"loss_fn": has_no_kernel},
         "rejecting": {"callbacks": [Rejecting()]},
         "collator": {"data_collator": Noise()},
         "function": {"data_collator": scale},

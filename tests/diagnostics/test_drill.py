@@ -179,6 +179,11 @@ def test_drill_supplies_deterministic_kernels(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(drills, "_has_other_kernels", lambda record: True)  # as on a GPU
     result = run(tmp_path, "kernels", 1, signals=["kill"])
     assert result.ok and "the drill supplies deterministic=True" in str(result)
+    result = run(tmp_path, "no kernel", 1, signals=["kill"])
+    assert result.code == 2 and result.verdict().endswith(
+        "With deterministic=True it failed: RuntimeError: nll_loss2d does not have a deterministic implementation\n"
+        "Without a GPU it can be tried: put CUDA_VISIBLE_DEVICES= before the command."
+    )
 
 
 def test_drill_reports_a_resume_that_fails(tmp_path: Path) -> None:

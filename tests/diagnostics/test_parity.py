@@ -108,6 +108,19 @@ def test_deterministic_kernels_are_supplied_on_a_gpu(monkeypatch: pytest.MonkeyP
     assert result.code == 0 and result.is_deterministic_supplied and "deterministic=True" in str(result)
 
 
+def test_operation_without_a_deterministic_kernel_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    losses, output = iter([3.0, 3.1]), tmp_path / "output"
+    output.write_text("RuntimeError: nll_loss2d has no deterministic kernel\nWhere: step 1 (epoch 1), rank 0.\n")
+
+    def find(self: Any, way: Any, **_: Any) -> Any:
+        rows = None if self._script.supplied else record([next(losses)], device="cuda:0")
+        return rows, Outcome(1, 0.0, output)
+
+    monkeypatch.setattr(parity._Comparison, "_record", find)
+    with pytest.raises(ConfigError, match=r"part at step 1\. With deterministic=True it failed: .* nll_loss2d has no"):
+        compare_backends(Script(PLANTED))
+
+
 def test_reason_that_stays_is_tried_by_the_same_split(fake: Any) -> None:
     base = record([3.0], reasons=[COMPARES])
     for reference, code, remaining in ((3.1, 0, "bits"), (3.0, 1, "different")):

@@ -1,5 +1,6 @@
 """A loop that does not wait for the GPU, and batches that are copied ahead and arrive as they were."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import torch.nn.functional as F
 from devices import forbid_waiting, keep_busy, make, trainer_class, waiting_allowed_at_last
 from recipes import Bags, Sentences, Tagger, bags, callback, distance, fit, rows, same, t16, weights
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from omnitrain import SAM, Algorithm, Callback, SpikeGuard, Trace
+from omnitrain.data.workers import start_workers
 
 FP32 = torch.float32
 
@@ -57,6 +59,28 @@ def test_step_does_not_wait_for_device(
     with waiting_allowed_at_last(device):
         trainer.train()
     assert trainer.progress.step == 100 and forbid.guarded == 88
+
+
+class Collects(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        gc.collect()
+        return torch.ones(2)
+
+
+@pytest.mark.gpu
+@pytest.mark.processes
+def test_workers_do_not_free_what_is_on_the_gpu() -> None:
+    """That ends a process for which CUDA does not work, as a forked one."""
+    tensor, event = torch.ones(8, device="cuda"), torch.cuda.Event()
+    tensor.record_stream(torch.cuda.Stream())
+    event.record()
+    cycle = [tensor, event]
+    cycle.append(cycle)
+    del tensor, event, cycle
+    assert len(list(start_workers(DataLoader(Collects(), num_workers=2), str))) == 4
 
 
 class Classifier(nn.Module):

@@ -83,6 +83,17 @@ def test_label_out_of_range_is_found_in_its_batch(trainer_class: Any) -> None:
         assert f"Where: step {(step_of(17) - 1) // accumulation + 1} (epoch 1), rank 0." in text
 
 
+@pytest.mark.parametrize("event", ["loss_fn", "on_epoch_end"])
+def test_error_of_a_device_says_how_to_find_its_cause(trainer_class: Any, event: str) -> None:
+    def fail(*_: Any) -> Any:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    options = {"loss_fn": fail} if event == "loss_fn" else {"callbacks": [callback(**{event: fail})]}
+    text = message_of(trainer_class, Classes(), torch.AcceleratorError, **options)
+    assert text.count("A device reports its errors late") == 1 and "CUDA_LAUNCH_BLOCKING=1" in text
+    assert (", or before." in text) is (event == "loss_fn")
+
+
 def test_search_for_samples_leaves_generators_unchanged() -> None:
     states: list[torch.Tensor] = []
 
