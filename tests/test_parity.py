@@ -830,7 +830,9 @@ def test_epoch_of_only_skipped_steps_is_an_error(trainer_class: Any) -> None:
 
 def test_weights_of_16_bits_are_warned_of(trainer_class: Any, caplog: pytest.LogCaptureFixture) -> None:
     for dtype, count in ((torch.float32, 0), (torch.bfloat16, 1)):
-        run(trainer_class, t16(dtype=dtype), rows(16, dtype), batch_size=8, max_steps=1)
+        model = t16(dtype=dtype)
+        model.register_parameter("frozen", nn.Parameter(torch.zeros(1, dtype=torch.bfloat16), requires_grad=False))
+        run(trainer_class, model, rows(16, dtype), batch_size=8, max_steps=1)
         assert sum("smaller than about 1/256 of a weight is lost" in line for line in caplog.messages) == count
 
 

@@ -50,13 +50,11 @@ _UPLOADS = "the end of the uploads"
 
 
 @contextlib.contextmanager
-def locked(
-    store: Store | None, ranks: Ranks, at_end: Callable[[], None], exit_stack: contextlib.ExitStack
-) -> Iterator[None]:
+def locked(store: Store | None, ranks: Ranks, exit_stack: contextlib.ExitStack) -> Iterator[None]:
     """Lock `save_dir`, if there is one, against other runs, and wait at the end until everything is uploaded.
 
-    The main rank calls `at_end` before the lock is released, by `exit_stack`: outside of the call, so that all ranks
-    know of an error before the uploads end.
+    The main rank waits and releases the lock by `exit_stack`: outside of the call, so that all ranks know of an error
+    before the uploads end.
 
     Raises:
         CheckpointError: If another run uses it; raised on all ranks.
@@ -72,7 +70,6 @@ def locked(
 
     def release() -> None:
         try:
-            at_end()
             store.finish(ranks.count_progress)  # after an error of the run, which it does not replace
         except CheckpointError as error:
             logger.error("%s", error)

@@ -10,7 +10,6 @@ import torch
 
 from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint.state_dicts import bare_name, parameter_names, unwrap
-from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Algorithm, TrainerLike, find_overrides
 from omnitrain.optim.build import has_modes
 
@@ -32,19 +31,6 @@ class EvalWeights:
     @property
     def _transforms(self) -> list[Any]:
         return find_overrides(self._algorithms, "transform_weights")
-
-    def check(self) -> None:
-        """Reject weights in 16 bits without master weights if an algorithm transforms them."""
-        backend = self._backend
-        dtypes = {parameter.dtype for parameter in backend.model.parameters() if parameter.requires_grad}
-        dtypes &= {torch.float16, torch.bfloat16}
-        if self._transforms and dtypes and not backend.has_master_weights:
-            name = type(self._transforms[0].__self__).__name__
-            raise ConfigError(
-                f"`algorithms` holds {name}, and the weights are of {min(map(str, dtypes))}, in which what one "
-                "step adds is lost. Load the model in float32 (dtype=torch.float32), and pass autocast='bf16' to "
-                "compute in 16 bits."
-            )
 
     def transform(self, trained: Mapping[str, Any]) -> dict[str, Any]:
         """Return the weights for evaluations by name; those that do not differ are the same objects as in `trained`."""

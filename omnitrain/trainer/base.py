@@ -349,7 +349,7 @@ class BaseTrainer(Hooks, ABC):
         if name in vars(self).get("fixed_settings", ()):
             reject_assignment(self, name, value)
         super().__setattr__(name, value)
-        vars(self)["_described"] = value if name == "_described" else {}
+        vars(self).get("_described", {}).clear()
 
     def _construct(self, arguments: dict[str, Any], ranks: Ranks | None = None) -> None:
         """Build the trainer."""
@@ -585,9 +585,9 @@ class BaseTrainer(Hooks, ABC):
 
     def _register_components(self) -> None:
         """Register the model, the optimizer and the schedule, if they are callbacks or hooks."""
-        optimizer = self.backend.optimizer if self.train_loader is not None or self._loop.has_custom_epoch else None
+        optimizer = self.backend.optimizer if self._sets.train is not None or self._loop.has_custom_epoch else None
         bare = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        self.lifecycle.register_components(self.get_model(), bare, self.lr_scheduler)
+        self.lifecycle.register_components(state_dicts.unwrap(self.backend.model), bare, self.lr_scheduler)
 
     def _write_processor(self, folder: Path) -> None:
         """Write the tokenizer or processor next to the weights, so that `from_pretrained` opens both."""
@@ -630,19 +630,19 @@ class BaseTrainer(Hooks, ABC):
                 "`train()` was called within `train()`, by a callback or a hook of this trainer. A callback can call "
                 "request_evaluate(), request_save() or stop(); another run needs another trainer."
             )
-        self._described = {}  # PyTorch's precision of products may have changed since
+        self._described.clear()  # PyTorch's precision of products may have changed since
         if overrides.is_active():
             resume_from = overrides.override_run(self, resume_from, more)
         with (
             contextlib.ExitStack() as after,
             self._calling("train()", draws=True),
             isolated_rng(self.device),
-            locked(self.store, self.ranks, lambda: self._checkpointer.end_record(), after),
+            locked(self.store, self.ranks, after),
         ):
-            if self.train_loader is None and not self._loop.has_custom_epoch:
+            if self._sets.train is None and not self._loop.has_custom_epoch:
                 raise ConfigError("There is nothing to train on: pass `train_dataset` or `train_loader`.")
             check_allowed(allow_change)
-            if self.world_size > 1:
+            if self.ranks.world_size > 1:
                 # before the first collective that depends on an argument, which would hang where these differ
                 check_same_on_ranks(self.ranks, self._described_run(resume_from, allow_change, more))
             if more is not None:
@@ -673,14 +673,14 @@ class BaseTrainer(Hooks, ABC):
                     raise signal_error(self.control.signal) from error
                 raise
             finally:
-                try:
+                with contextlib.ExitStack() as ending:  # each of them also after an error, or a second signal
+                    ending.callback(self._checkpointer.end_record)
+                    ending.callback(self.lifecycle.end_train, failed)
                     self._end_run()
-                finally:  # after a second signal, too
-                    self.lifecycle.end_train(failed)
         # raised only now, when callbacks have seen TRAIN_END and the lock is released
         if self.lifecycle.signal:
             raise signal_error(self.lifecycle.signal)
-        return self.metrics
+        return self.lifecycle.metrics
 
     def _start_run(self, resume_from: Any, allow_change: Collection[str]) -> None:
         """Begin a run, afresh or from a checkpoint."""
@@ -754,16 +754,16 @@ class BaseTrainer(Hooks, ABC):
         """
         for algorithm in () if is_live else self.algorithms:  # first: one may have frozen what an optimizer is to hold
             algorithm.set_up(self)
-        if is_live or self.progress.step or self.metrics["train_metrics_history"]:
-            former = self.progress.step
+        former = self.lifecycle.progress.step
+        if is_live or former or self.lifecycle.metrics["train_metrics_history"]:
             self._assemble()
             self.lifecycle.trained_before = 0 if resumes else former
             is_given = hasattr(self.settings.optimizer, "param_groups")
             if not is_live and not is_given:
                 self.backend.reset_optimizer()
             self._finish_setup()
-        owner = getattr(self.lr_scheduler, "optimizer", self.optimizer)
-        if owner is not self.optimizer:
+        optimizer = self.backend.optimizer
+        if getattr(self.lr_scheduler, "optimizer", optimizer) is not optimizer:
             raise ConfigError(
                 "`trainer.lr_scheduler` belongs to another optimizer than `trainer.optimizer`, so it would change "
                 "nothing. Assign a schedule of the new optimizer too, or pass `optimizer` to the constructor."
@@ -773,7 +773,7 @@ class BaseTrainer(Hooks, ABC):
             self._checkpointer.eval_weights.begin_training()
         self._seed()
         self._step.prepare()
-        self._described = {}  # what comes before may have changed parts in place
+        self._described.clear()  # what comes before may have changed parts in place
 
     def compile(self, steps: int = 1) -> Compiled:
         """Compile before the run what it would compile in its first steps, and return what was compiled.
@@ -850,7 +850,7 @@ class BaseTrainer(Hooks, ABC):
         """Undo what a run, or a rehearsal of it, has set up."""
         for end in find_overrides(self.algorithms, "end_run"):
             end(self)
-        self._step.guard.release(self.optimizer)
+        self._step.guard.release(self.backend.optimizer)
         close_loaders(self._sets.train, self._sets.eval)
 
     @contextlib.contextmanager
@@ -1025,18 +1025,18 @@ class BaseTrainer(Hooks, ABC):
             }
             content = {
                 "trainer": describe(type(self)),
-                "model": describe(state_dicts.class_of(self.model)),
+                "model": describe(state_dicts.class_of(self.backend.model)),
                 **describe_all(plain),
                 "matmul_precision": self.precision.matmul or matmul_precision(),
-                "optimization_direction": self.objective.direction,
-                "optimizer": describe(self.optimizer) if has_updates else None,
+                "optimization_direction": self.lifecycle.objective.direction,
+                "optimizer": describe(self.backend.optimizer) if has_updates else None,
                 "optimizer_groups": self._initial.optimizer,
                 "lr_scheduler_options": self._initial.schedule,
                 "samples_per_epoch": self._sets.train_size,
                 "total_steps": self.total_steps,
                 "unit": describe(self.unit),
             }
-            self._described = {"key": key, "content": content}
+            self._described.update(key=key, content=content)
         return dict(self._described["content"])
 
     # --- what the trainer has
@@ -1169,7 +1169,7 @@ class BaseTrainer(Hooks, ABC):
         if has_changing_batch_size(self.settings):
             return None
         try:
-            batches = len(self.train_loader)
+            batches = len(self._sets.train)
         except TypeError:
             return None
         return -(-batches // self.gradient_accumulation_steps)
@@ -1177,8 +1177,8 @@ class BaseTrainer(Hooks, ABC):
     @property
     def total_steps(self) -> int | None:
         """Optimizer steps of the full run, or None if unknown."""
-        size = None if self.train_loader is None else self.train_loader.size
-        return self.limits.total_steps(self.steps_per_epoch, size)
+        loader = self._sets.train
+        return self.limits.total_steps(self.steps_per_epoch, None if loader is None else loader.size)
 
     @property
     def is_main_process(self) -> bool:

@@ -12,7 +12,7 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +52,16 @@ class Listener:
     """A callback of a run, with the time that it took, its calls, and its failures that did not end the run."""
 
     callback: Callback
+    name: str = field(init=False)
+    """The name of its class, or of the class of its hooks."""
     seconds: float = 0.0
     calls: int = 0
     failures: int = 0
     is_disabled: bool = False
 
-    @property
-    def name(self) -> str:
-        """The name of its class, or of the class of its hooks."""
+    def __post_init__(self) -> None:
         callback = self.callback
-        return callback.name if isinstance(callback, HookCallback) else type(callback).__name__
+        self.name = callback.name if isinstance(callback, HookCallback) else type(callback).__name__
 
 
 ListenerMethod = tuple[Listener, Callable[..., Any]]
@@ -130,7 +130,6 @@ class Lifecycle:
         """Emits the events inside of a step; None without listeners."""
         self.emit_in_evaluation: Callable[..., None] | None = None
         """Emits the events of the batches of an evaluation; None without listeners."""
-        self._is_silent = False
         self.annotators: tuple[Callable[[ProfilerRanges | None], None], ...] = ()
         """Each wraps its parts of a step in profiler ranges."""
         self._ranges_by_owner: dict[int, ProfilerRanges] = {}
@@ -193,12 +192,9 @@ class Lifecycle:
         self._update_emitters()
 
     def _update_emitters(self) -> None:
-        in_evaluation = (Event.EVAL_BATCH_START, Event.EVAL_BATCH_END)
-        self.emit_in_step = self.emit if self._has_listeners(INNER_STEP_EVENTS) else None
-        self.emit_in_evaluation = self.emit if self._has_listeners(in_evaluation) else None
-
-    def _has_listeners(self, events: Iterable[Event]) -> bool:
-        return not self._is_silent and any(self._listeners_by_event[event] for event in events)
+        listeners, in_evaluation = self._listeners_by_event, (Event.EVAL_BATCH_START, Event.EVAL_BATCH_END)
+        self.emit_in_step = self.emit if any(map(listeners.get, INNER_STEP_EVENTS)) else None
+        self.emit_in_evaluation = self.emit if any(map(listeners.get, in_evaluation)) else None
 
     def listeners_to(self, *events: Event) -> list[str]:
         """Return the names of the callbacks that listen to any of these events."""
@@ -207,12 +203,10 @@ class Lifecycle:
     @contextlib.contextmanager
     def suppress_events(self) -> Iterator[None]:
         """Suppress the events of micro-batches and evaluated batches inside, where they do not belong to a run."""
-        self._is_silent = True
-        self._update_emitters()
+        self.emit_in_step = self.emit_in_evaluation = None
         try:
             yield
         finally:
-            self._is_silent = False
             self._update_emitters()
 
     @property

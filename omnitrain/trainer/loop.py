@@ -69,6 +69,8 @@ class Loop:
         """Whether an evaluation that belongs to the run is under way."""
         self.is_rewinding: bool = False
         """Whether there was a spike, and the run is about to be restored from before it."""
+        self.has_custom_epoch: bool = type(trainer)._train_epoch is not Hooks._train_epoch
+        """Whether the trainer's class overrides `_train_epoch`."""
         # Whether the ranks exchange the requests of a step before it, while the step runs.
         self._exchanges_early = False
         # Whether they exchange them in the next step, though they know its window: something may have been requested.
@@ -81,7 +83,6 @@ class Loop:
     def run(self) -> None:
         """Train from the current position until something ends the run, and close it."""
         lifecycle = self.lifecycle
-        self.checkpointer.eval_weights.check()
         self.checkpointer.eval_weights.begin_training()
         with lifecycle.untimed(), lifecycle.clock.during("setup"):
             lifecycle.begin_train()
@@ -161,7 +162,7 @@ class Loop:
         """Train epoch by epoch until something ends the run."""
         while not self.lifecycle.stop:
             self.begin_epoch()
-            with self._counting_user_steps():
+            with self._counting_user_steps() if self.has_custom_epoch else contextlib.nullcontext():
                 train_loss = self.trainer._train_epoch(self.lifecycle.progress.epoch)
             self.end_epoch(train_loss)
             if self.is_rewinding:
@@ -252,19 +253,9 @@ class Loop:
 
     def end_epoch(self, train_loss: Any) -> None:
         """End an epoch, or the part of one in which the run ends."""
-        trainer, lifecycle, meter = self.trainer, self.lifecycle, self.step.loss
+        trainer, lifecycle = self.trainer, self.lifecycle
         self.step.raise_if_nonfinite(wait=True)
-        if not isinstance(train_loss, (int, float)) and not hasattr(train_loss, "__float__"):
-            raise ConfigError(
-                f"{type(trainer).__name__}._train_epoch must return the epoch's mean loss as a float, "
-                f"got {train_loss!r}."
-            )
-        train_loss = self._mean_over_ranks(float(train_loss))
-        if self.has_custom_epoch and not meter.weight and math.isfinite(train_loss):
-            meter.add(torch.tensor(train_loss), 1)  # the user's own loop: only its mean can be logged
-        elif not math.isfinite(train_loss) and self.settings.on_nonfinite == "raise" and self.has_custom_epoch:
-            raise NonFiniteError(f"{type(trainer).__name__}._train_epoch returned {train_loss} as the epoch's loss.")
-        row = self._epoch_row(train_loss)
+        row = self._epoch_row(self._returned_loss(train_loss) if self.has_custom_epoch else train_loss)
         if lifecycle.is_epoch_complete:
             if trainer.lr_scheduler is not None and trainer.scheduler_interval == "epoch":
                 self.step.step_schedule(trainer.lr_scheduler, ends_epoch=True)
@@ -329,8 +320,9 @@ class Loop:
     def handle_requests(self) -> None:
         """Act on the requests of callbacks: the only place where a run logs, evaluates or saves."""
         spikes, lifecycle = self.step.spikes, self.lifecycle
-        if self.ranks.world_size > 1 or self.has_requests:
-            asked = self._agree_after_step()
+        is_shared = self.ranks.world_size > 1
+        if is_shared or self.has_requests:
+            asked = self._agree_after_step() if is_shared else self.agree("the end of a step", *_REQUESTS)
             if spikes is not None:  # before anything shows a step that may be undone
                 is_visible = asked.log or asked.evaluate or asked.save or bool(lifecycle.stop)
                 self.is_rewinding = spikes.detect(wait=is_visible)
@@ -388,11 +380,13 @@ class Loop:
         self._exchange = self.ranks.start_sync_requests("the end of a step", asked, *ahead)
 
     def _agree_after_step(self) -> Control:
-        """Return the requests at the end of a step or an epoch."""
-        if self._exchange is None:
-            return self.agree("the end of a step", *_REQUESTS, ahead=self.feed.read_ahead())
+        """Return the requests of all ranks at the end of a step or an epoch."""
         exchange, self._exchange = self._exchange, None
-        return self._finish_exchange(exchange, self.lifecycle.control)
+        if exchange is None:
+            return self.agree("the end of a step", *_REQUESTS, ahead=self.feed.read_ahead())
+        asked = self._finish_exchange(exchange)
+        asked.add_scheduled(self.lifecycle.control)
+        return self._record_stop(asked)
 
     @property
     def has_requests(self) -> bool:
@@ -406,17 +400,19 @@ class Loop:
         The data of the next step go along, as each exchange costs about as much as a small model's forward pass.
         """
         asked = self.lifecycle.control.pop(*requests)
-        return self._finish_exchange(self.ranks.start_sync_requests(where, asked, *ahead))
+        if self.ranks.world_size > 1:
+            asked = self._finish_exchange(self.ranks.start_sync_requests(where, asked, *ahead))
+        return self._record_stop(asked)
 
-    def _finish_exchange(
-        self, exchange: Callable[[], tuple[Control, list[float]]], scheduled: Control | None = None
-    ) -> Control:
-        lifecycle, began = self.lifecycle, time.perf_counter()
+    def _finish_exchange(self, exchange: Callable[[], tuple[Control, list[float]]]) -> Control:
+        began = time.perf_counter()
         asked, totals = exchange()
-        lifecycle.clock.add("waiting", time.perf_counter() - began)
-        if scheduled is not None:
-            asked.add_scheduled(scheduled)
+        self.lifecycle.clock.add("waiting", time.perf_counter() - began)
         self.feed.set_totals(totals)
+        return asked
+
+    def _record_stop(self, asked: Control) -> Control:
+        lifecycle = self.lifecycle
         if asked.stop == "signal" or (asked.stop and not lifecycle.stop):  # a signal may come while the run closes
             lifecycle.stop, lifecycle.signal = asked.stop, asked.signal
         return asked
@@ -484,8 +480,8 @@ class Loop:
         for transform in reversed(find_overrides(trainer.algorithms, "transform_metrics")):
             metrics = transform(trainer, metrics)
         key = lifecycle.objective.key(metrics)
-        bad = ", ".join(f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value))
-        if bad:
+        if not all(map(math.isfinite, metrics.values())):
+            bad = ", ".join(f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value))
             means = "" if math.isfinite(metrics[key]) else (
                 f" `{key}` is what evaluations are judged by: this one cannot be the best, and uses up no patience."
             )  # fmt: skip
@@ -589,41 +585,48 @@ class Loop:
     def learning_rates(self) -> list[float]:
         """Return the rate of each group in the latest update."""
         groups = self.trainer.backend.optimizer.param_groups
-        return [float(rate) for rate in self.step.rates or [group["lr"] for group in groups]]
+        return list(map(float, self.step.rates or [group["lr"] for group in groups]))
 
     def rates_and_norm(self) -> dict[str, float]:
         """Return the rate of the latest update, those of groups that differ from the first, and the gradient norm."""
-        groups, rates = self.trainer.backend.optimizer.param_groups, self.learning_rates()
-        # groups that differ only later, as a schedule for each of them makes them, keep their rows from the first log
-        # on
-        bases = [group.get("initial_lr", group["lr"]) for group in groups]
-        logs = {"learning_rate": rates[0]}
-        for i in range(1, len(rates)):
-            if rates[i] != rates[0] or bases[i] != bases[0]:
-                logs[f"learning_rate_{i}"] = rates[i]
+        first, *groups = self.trainer.backend.optimizer.param_groups
+        first_rate, *rates = self.learning_rates()
+        logs = {"learning_rate": first_rate}
+        for i, (group, rate) in enumerate(zip(groups, rates, strict=False), 1):  # a group may be newer than the rates
+            # groups that differ only later, as by a schedule for each of them, keep their rows from the first log on
+            has_own_base = group.get("initial_lr", group["lr"]) != first.get("initial_lr", first["lr"])
+            if rate != first_rate or has_own_base:
+                logs[f"learning_rate_{i}"] = rate
         norm = self.step.grad_norm
         return logs if norm is None else {**logs, "grad_norm": float(norm)}
 
     def _epoch_row(self, train_loss: float) -> dict[str, float]:
+        row = {"train_loss": train_loss}
         (name_count,) = self.ranks.sum("the names of metrics", len(self.step.metrics))
-        means = self.step.metrics.means() if name_count else {}
-        metrics = {f"train_{name}": value for name, value in means.items()}
-        return {"train_loss": train_loss, **metrics, **self.rates_and_norm()}
+        if name_count:
+            row |= {f"train_{name}": value for name, value in self.step.metrics.means().items()}
+        return row | self.rates_and_norm()
 
     # --- custom loops
 
-    @property
-    def has_custom_epoch(self) -> bool:
-        """Whether the trainer's class overrides `_train_epoch`."""
-        return type(self.trainer)._train_epoch is not Hooks._train_epoch
+    def _returned_loss(self, value: Any) -> float:
+        """Return what the user's `_train_epoch` has returned, as the mean over all ranks."""
+        name, meter = type(self.trainer).__name__, self.step.loss
+        if not isinstance(value, (int, float)) and not hasattr(value, "__float__"):
+            raise ConfigError(f"{name}._train_epoch must return the epoch's mean loss as a float, got {value!r}.")
+        train_loss = self._mean_over_ranks(float(value)) if self.ranks.world_size > 1 else float(value)
+        if not math.isfinite(train_loss):
+            if self.settings.on_nonfinite == "raise":
+                raise NonFiniteError(f"{name}._train_epoch returned {train_loss} as the epoch's loss.")
+        elif not meter.weight:
+            meter.add(torch.tensor(train_loss), 1)  # the user's own loop: only its mean can be logged
+        return train_loss
 
     def _mean_over_ranks(self, train_loss: float) -> float:
         """Return the mean of the ranks' losses, weighted by the samples that each took from `train_loader`.
 
         Our own loop has averaged them already.
         """
-        if not self.has_custom_epoch or self.ranks.world_size == 1:
-            return train_loss
         samples = getattr(self.sets.train, "samples_iterated", 0)
         weighted = train_loss * samples if samples else 0.0
         done, total, samples, plain = self.ranks.sum(
@@ -636,9 +639,6 @@ class Loop:
     @contextlib.contextmanager
     def _counting_user_steps(self) -> Iterator[None]:
         """Count the optimizer steps of the user's own `_train_epoch`, which does not count them itself."""
-        if not self.has_custom_epoch:
-            yield
-            return
         trainer, backend = self.trainer, self.trainer.backend
         progress, window = self.lifecycle.progress, self.step.window
         backend.collect_parameters()  # an algorithm may have frozen or unfrozen layers

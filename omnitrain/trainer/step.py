@@ -155,6 +155,7 @@ class Step:
         self._trainer = trainer
         self._backend: Backend = trainer.backend
         self._ranks: Ranks = trainer.ranks
+        self._runtime = device_runtime(trainer.backend.device)
         self._settings: Settings = trainer.settings
         self._lifecycle = lifecycle
         self._sets = sets
@@ -224,7 +225,7 @@ class Step:
         self._backend.clear_gradients()
         self._backend.reset_scaler()  # an error may have ended an earlier run within a step
         self._backend.check_update()
-        self._warn_low_precision()
+        self._check_low_precision()
         if self._auto_microbatch is not None:
             self._auto_microbatch.prepare()
         # a `_train_epoch` of the user's own calls step() itself, with its own closure
@@ -238,7 +239,7 @@ class Step:
                 "`optimizer` or `algorithms` ask for. Put what it does into `compute_loss`, or leave one of them out."
             )
         self._repeats = has_second_pass or self._auto_microbatch is not None
-        self.spikes = Spikes.find(self, self._trainer)
+        self.spikes = Spikes.find(self, self._trainer) if self._trainer.algorithms else None
         skips_spikes = self.spikes is not None and not self.spikes.rewinds
         self._feed.is_left_out = None if self.spikes is None else self.spikes.guard.is_left_out
         self._may_undo = settings.on_nonfinite != "raise" or self._scales_loss or self._needs_closure or skips_spikes
@@ -246,14 +247,14 @@ class Step:
         self._buffers = Buffers() if settings.on_nonfinite == "skip" or self._scales_loss or skips_spikes else None
         self._set_step_nr = getattr(self._trainer.unit, "set_step_nr", None)
         # a deferred verdict comes some steps late: good enough for an error, too late to skip the step
-        runtime = device_runtime(self._backend.device)
-        defers = settings.on_nonfinite == "raise" and not self._scales_loss and runtime.can_skip_updates(optimizer)
-        self.guard = FiniteGuard(runtime, optimizer, defers)
+        is_raised = settings.on_nonfinite == "raise" and not self._scales_loss
+        self.guard = FiniteGuard(self._runtime, optimizer, is_raised and self._runtime.can_skip_updates(optimizer))
 
     def _list_transforms(self) -> None:
         """List the algorithms by their methods, and reject those that the backend does not support."""
         algorithms, unsupported = self._trainer.algorithms, self._backend.unsupported
-        self._transforms = {place: find_overrides(algorithms, place) for place in IN_STEPS}
+        for place in IN_STEPS:
+            self._transforms[place] = find_overrides(algorithms, place)
         for place in ("transform_output", "transform_loss"):
             self._transforms[place].reverse()
         for algorithm in algorithms:
@@ -275,11 +276,24 @@ class Step:
                 "logs.", ", ".join(names), lacking,
             )  # fmt: skip
 
-    def _warn_low_precision(self) -> None:
-        """Warn about weights that train in 16 bits, unless the backend updates a 32-bit copy."""
-        kinds = {parameter.dtype for parameter in self._backend.parameters} & {torch.bfloat16, torch.float16}
-        if kinds and not self._backend.has_master_weights and self._ranks.is_main:
-            (kind, *_) = kinds
+    def _check_low_precision(self) -> None:
+        """Warn about weights that train in 16 bits, unless the backend updates a 32-bit copy; reject averages of them.
+
+        Raises:
+            ConfigError: If an algorithm transforms them.
+        """
+        trained = {parameter.dtype for parameter in self._backend.parameters if parameter.requires_grad}
+        dtypes = trained & {torch.bfloat16, torch.float16}
+        if not dtypes or self._backend.has_master_weights:
+            return
+        kind, transforms = min(dtypes, key=str), find_overrides(self._trainer.algorithms, "transform_weights")
+        if transforms:
+            name = type(cast("Any", transforms[0]).__self__).__name__
+            raise ConfigError(
+                f"`algorithms` holds {name}, and the weights are of {kind}, in which what one step adds is lost. Load "
+                "the model in float32 (dtype=torch.float32), and pass autocast='bf16' to compute in 16 bits."
+            )
+        if self._ranks.is_main:
             logger.warning(
                 "Weights that train are of %s: an update that is smaller than about 1/%d of a weight is lost. Load the "
                 "model in float32 (dtype=torch.float32) and pass autocast='bf16', which computes in 16 bits as well.",
