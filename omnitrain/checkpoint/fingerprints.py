@@ -111,16 +111,12 @@ def _digest(
 class _Digests(Dataset[tuple[int, dict[str, Any]]]):
     """What `describe` returns for the parts of samples, except None and what differs when a sample is read twice."""
 
-    def __init__(self, dataset: Any, indices: Sequence[int], describe: Callable[[Any], Any]) -> None:
+    def __init__(self, dataset: Any, describe: Callable[[Any], Any]) -> None:
         self.fetch = Fetch(dataset, operator.itemgetter(0), seed=0)
-        self.indices = indices
         self.describe = describe
 
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, number: int) -> tuple[int, dict[str, Any]]:
-        index, reads = self.indices[number], list[dict[str, Any]]()
+    def __getitem__(self, index: int) -> tuple[int, dict[str, Any]]:
+        reads = list[dict[str, Any]]()
         try:
             # read twice: what augmentation changes between two reads cannot be compared between two runs
             for _ in range(2):
@@ -146,7 +142,7 @@ def _read_samples(
     with isolated_rng():
         # h5py and lmdb handles must not be opened before workers fork, so data with workers are read by one
         loader = DataLoader(
-            _Digests(dataset, indices, describe), batch_size=None, num_workers=int(has_workers),
+            _Digests(dataset, describe), sampler=indices, batch_size=None, num_workers=int(has_workers),
             generator=torch.Generator(), worker_init_fn=outlive_signals,
         )  # fmt: skip
         for index, parts in loader:
@@ -290,7 +286,7 @@ def code_digest(value: Any) -> str | None:
     """
     if value is None:
         return None
-    parts = [part for part in _code_parts(value) if part]
+    parts = list(filter(None, _code_parts(value)))
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest() if parts else None
 
 
@@ -378,8 +374,10 @@ def _stable_repr(value: Any) -> str:
 
 
 def _model_code(model: nn.Module) -> str:
-    forwards: set[Any] = {type(module).forward for module in unwrap(model).modules()}
-    sources = {_normalized_source(forward) for forward in forwards if isinstance(forward, FunctionType)}
+    sources = set[str]()
+    for cls in set(map(type, unwrap(model).modules())):
+        if isinstance(cls.forward, FunctionType):
+            sources.add(_normalized_source(cls.forward))
     return hashlib.blake2b("\n".join(sorted(sources)).encode(), digest_size=8).hexdigest()
 
 
@@ -420,7 +418,7 @@ def find_differences(saved: Mapping[str, Any], current: Mapping[str, Any], sets:
     for name, loaders in (("train_dataset", by_name(sets.train)), ("eval_dataset", by_name(sets.eval))):
         for key, loader in loaders.items():
             before, after = saved["data"].get(name, {}).get(key), current["data"][name][key]
-            if before and after and (text := changed_data(loader.name, before, after)):
+            if before and after and before != after and (text := changed_data(loader.name, before, after)):
                 differences.append(Difference(name, text))
     if saved["python"] != current["python"]:
         return differences  # `ast` has another form for the same code in another version of Python

@@ -155,6 +155,8 @@ class Git:
     """
 
     def __init__(self, folder: Path) -> None:
+        self.is_done = True
+        """Whether its answer is final."""
         self._answer: dict[str, Any] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
@@ -168,11 +170,7 @@ class Git:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.DEVNULL
             )
-
-    @property
-    def is_done(self) -> bool:
-        """Whether its answer is final."""
-        return self._process is None
+            self.is_done = False
 
     def answer(self, seconds: float = 0.0) -> dict[str, Any] | None:
         """Return "commit", "branch" and whether the tree is "clean"; None without a repository or an answer in time.
@@ -203,7 +201,7 @@ class Git:
             self._process.wait()
         if self._output is not None:
             self._output.close()
-        self._process = self._output = None
+        self._process, self._output, self.is_done = None, None, True
 
 
 class StartRecord:

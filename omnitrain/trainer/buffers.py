@@ -18,14 +18,10 @@ class Buffers:
     All are copied before each step: BatchNorm's kernels do not mark its statistics as changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._places: list[tuple[dict[str, Any], str]] = []
         self._tensors: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
-
-    def collect(self, model: nn.Module) -> None:
-        """List the buffers of a model."""
-        self._places, self._tensors = [], []
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -52,8 +48,7 @@ class Buffers:
 @contextlib.contextmanager
 def unchanged_buffers(model: nn.Module) -> Iterator[None]:
     """Restore the buffers of a model afterwards: some count forward passes, in evaluations too."""
-    buffers = Buffers()
-    buffers.collect(model)
+    buffers = Buffers(model)
     buffers.snapshot()
     try:
         yield

@@ -251,7 +251,7 @@ class AutoMicrobatch:
         self._feed = feed
         self._lifecycle = lifecycle
         self._step = step  # trainer.step.Step, which imports this module
-        self._buffers = Buffers()
+        self._buffers = Buffers(trainer.backend.model)
         # Those whose states may change in the passes of a micro-batch.
         stateful = [part for part in trainer.algorithms if type(part).state_dict is not Algorithm.state_dict]
         self._algorithms = [part for part in stateful if any(find_overrides([part], name) for name in _IN_PASSES)]
@@ -270,7 +270,7 @@ class AutoMicrobatch:
 
     def begin_epoch(self) -> None:
         """Look for the buffers of the model, which a callback may have changed."""
-        self._buffers.collect(self._backend.model)
+        self._buffers = Buffers(self._backend.model)
 
     def run(self, attempt: Callable[[], Result]) -> Result:
         """Return what `attempt()` returns, which runs the micro-batches of a window, once all ranks have come through.

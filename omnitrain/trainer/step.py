@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -192,8 +192,9 @@ class Step:
         self._is_first = True
         # whether a step can be skipped, so that its loss has to be subtracted;
         self._may_undo = False
-        # copies of the buffers of the model, if a step can be skipped: its passes may have put NaN into them;
-        self._buffers: Buffers | None = None
+        # whether it is, so that the buffers of the model are copied before it: its passes may put NaN into them;
+        self._copies_buffers = False
+        self._buffers: Buffers | None = None  # of the epoch
         # whether the trainer's class overrides how gradients are measured or clipped;
         self._has_clip_hook = False
         # whether the loss is scaled, so that the scaler skips updates with gradients that are not finite;
@@ -219,7 +220,8 @@ class Step:
                 "out, or set autocast='fp16'."
             )
         self._list_transforms()
-        self._warn_unsupported_events()
+        if self._backend.unsupported:
+            self._check_support(self._backend.unsupported)
         self._is_first, self._is_in_training = True, False
         self._collect_parameters()
         self._backend.clear_gradients()
@@ -244,20 +246,22 @@ class Step:
         self._feed.is_left_out = None if self.spikes is None else self.spikes.guard.is_left_out
         self._may_undo = settings.on_nonfinite != "raise" or self._scales_loss or self._needs_closure or skips_spikes
         # with "raise" the run ends anyway, and with "warn" the update is made
-        self._buffers = Buffers() if settings.on_nonfinite == "skip" or self._scales_loss or skips_spikes else None
+        self._copies_buffers = settings.on_nonfinite == "skip" or self._scales_loss or skips_spikes
         self._set_step_nr = getattr(self._trainer.unit, "set_step_nr", None)
         # a deferred verdict comes some steps late: good enough for an error, too late to skip the step
         is_raised = settings.on_nonfinite == "raise" and not self._scales_loss
         self.guard = FiniteGuard(self._runtime, optimizer, is_raised and self._runtime.can_skip_updates(optimizer))
 
     def _list_transforms(self) -> None:
-        """List the algorithms by their methods, and reject those that the backend does not support."""
-        algorithms, unsupported = self._trainer.algorithms, self._backend.unsupported
+        """List the methods of algorithms that change a step."""
         for place in IN_STEPS:
-            self._transforms[place] = find_overrides(algorithms, place)
+            self._transforms[place] = find_overrides(self._trainer.algorithms, place)
         for place in ("transform_output", "transform_loss"):
             self._transforms[place].reverse()
-        for algorithm in algorithms:
+
+    def _check_support(self, unsupported: Mapping[str, str]) -> None:
+        """Reject algorithms that the backend does not support, and warn about callbacks whose events it cannot give."""
+        for algorithm in self._trainer.algorithms:
             used = [place for place in IN_STEPS if find_overrides([algorithm], place)]
             lacking = [unsupported[need] for need in (*used, *algorithm.needs) if need in unsupported]
             if lacking:
@@ -265,15 +269,14 @@ class Step:
                     f"`algorithms` holds {type(algorithm).__name__}, which cannot work here: {lacking[0]}. Leave it "
                     "out, or train with DDP or FSDP."
                 )
-
-    def _warn_unsupported_events(self) -> None:
-        """Warn about callbacks that wait for events which the backend cannot give."""
-        lacking = self._backend.unsupported.get("before_update")
-        names = self._lifecycle.listeners_to(Event.BEFORE_CLIP, Event.AFTER_CLIP) if lacking else []
-        if names:
+        reason, names = (
+            unsupported.get("before_update"),
+            self._lifecycle.listeners_to(Event.BEFORE_CLIP, Event.AFTER_CLIP),
+        )
+        if reason is not None and names:
             logger.warning(
                 "BEFORE_CLIP and AFTER_CLIP, to which %s listens, do not come here: %s. The norm is in each row of "
-                "logs.", ", ".join(names), lacking,
+                "logs.", ", ".join(names), reason,
             )  # fmt: skip
 
     def _check_low_precision(self) -> None:
@@ -303,8 +306,7 @@ class Step:
     def begin_epoch(self) -> None:
         """Prepare for an epoch: a callback may have frozen or unfrozen layers since the last one."""
         self._put_into_training()
-        if self._buffers is not None:
-            self._buffers.collect(self._backend.model)
+        self._buffers = Buffers(self._backend.model) if self._copies_buffers else None
         self._collect_parameters()
         if self._auto_microbatch is not None:
             self._auto_microbatch.begin_epoch()
