@@ -19,12 +19,12 @@ from omnitrain.callbacks.trace import TRACE_FILE, TRACED, Trace
 from omnitrain.checkpoint.lookup import check_content
 from omnitrain.checkpoint.run_record import read_record
 from omnitrain.checkpoint.store import Store
-from omnitrain.compute.random_state import isolated_rng
 from omnitrain.config import overrides
 from omnitrain.core.display import ProofResult, Table
 from omnitrain.core.errors import CheckpointError, ConfigError, check_number
 from omnitrain.core.events import Callback, TrainerLike
 from omnitrain.core.files import replace_file
+from omnitrain.diagnostics.pass_probe import mean_loss
 from omnitrain.diagnostics.run_diff import METRICS_FILE, read_rows
 from omnitrain.diagnostics.script import Script
 from omnitrain.diagnostics.verify import recorded_processes
@@ -170,59 +170,50 @@ def _counted(window: Any) -> list[Any]:
 def _measure_samples(trainer: Any) -> dict[str, Any]:
     """Return indices, losses and norms of gradients of the samples of the step on this rank, and leave no trace."""
     window, progress, loader = trainer._step.window, trainer.progress, trainer.train_loader
-    samples, losses, norms, notes = list[int](), list[float](), list[float](), list[str]()
+    backend, model = trainer.backend, trainer.model
+    is_collective = backend.forward_is_collective
+    samples, parts, losses, norms, notes = list[int](), list[Any](), list[float](), list[float](), list[str]()
     turns = max(window.origins, default=-1) + 1 if window.origins else len(window.batches)
     for turn in range(turns):
         indices = loader.indices_at(progress.epoch, progress.samples_in_epoch, turn) if loader is not None else None
         samples += indices or []
-    if trainer.backend.forward_is_collective:
-        return {"samples": samples, **_measure_together(trainer)}
-    model: nn.Module = trainer.model
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    modes = [(module, module.training) for module in model.modules()]
-    with isolated_rng(trainer.device), unchanged_buffers(model), torch.enable_grad():
-        model.eval()
-        try:
-            for batch in _counted(window):
-                for part in trainer._feed._split(copy.deepcopy(batch), 1):
-                    with trainer._autocast():
-                        output = trainer._forward(model, trainer._prepare_batch(part))
-                    loss = output.required_loss()
-                    if output.num_targets is not None:  # it is a sum over them
-                        loss = loss / max(float(output.num_targets), 1.0)
-                    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-                    dense = [gradient.to_dense() for gradient in gradients if gradient is not None]
-                    losses.append(float(loss.detach()))
-                    norms.append(float(nn.utils.get_total_norm(dense)))
-        except Exception as error:  # a model or loss that takes no single sample
-            notes.append(f"the samples could not be measured one by one: {type(error).__name__}: {error}")
-            losses, norms = [], []
-        finally:
-            for module, mode in modes:
-                module.training = mode
-    if losses and samples and len(losses) != len(samples):
-        notes.append(f"its {len(samples)} samples are {len(losses)} rows of its batches: losses are those of rows")
-    return {"samples": samples, "losses": losses, "grad_norms": norms, "notes": notes}
-
-
-def _measure_together(trainer: Any) -> dict[str, Any]:
-    """Return the losses of the samples of the step on this rank, by passes that all ranks make together."""
-    window = trainer._step.window
-    parts = [part for batch in _counted(window) for part in trainer._feed._split(copy.deepcopy(batch), 1)]
-    losses, problem = list[float](), ""
-    count = max(trainer.ranks.gather("how many samples a step has", len(parts)))
-    with unchanged_buffers(trainer.model), trainer.backend.eval_mode(trainer.settings.seed):
+    try:
+        parts = [part for batch in _counted(window) for part in trainer._feed._split(copy.deepcopy(batch), 1)]
+    except Exception as error:
+        notes.append(_unmeasured(error))
+    count = max(trainer.ranks.gather("how many samples a step has", len(parts))) if is_collective else len(parts)
+    with (
+        unchanged_buffers(model),
+        backend.eval_mode(trainer.settings.seed),
+        torch.set_grad_enabled(not is_collective),
+    ):
         for number in range(count):  # a rank with fewer samples makes the passes of the others with any batch
             part = parts[number] if number < len(parts) else copy.deepcopy(window.batches[0])
             try:
                 with trainer._autocast():
-                    output = trainer.backend.forward(trainer._forward, trainer._prepare_batch(part))
-                loss, targets = output.required_loss(), output.num_targets
-                losses.append(float(loss if targets is None else loss / max(float(targets), 1.0)))
-            except Exception as error:  # of a loss that takes no single sample
-                problem = f"the samples could not be measured one by one: {type(error).__name__}: {error}"
-    notes = [problem] if problem else ["norms of gradients of samples are unknown: gradients are added up over ranks"]
-    return {"losses": [] if problem else losses[: len(parts)], "notes": notes}
+                    batch, run = trainer._prepare_batch(part), trainer._forward
+                    output = backend.forward(run, batch) if is_collective else run(model, batch)
+                loss = mean_loss(output)
+                losses.append(float(loss.detach()))
+                if not is_collective:
+                    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+                    dense = [gradient.to_dense() for gradient in gradients if gradient is not None]
+                    norms.append(float(nn.utils.get_total_norm(dense)))
+            except Exception as error:
+                notes = [_unmeasured(error)]
+    if notes:
+        return {"samples": samples, "notes": notes}
+    if is_collective:
+        notes.append("norms of gradients of samples are unknown: gradients are added up over ranks")
+    elif losses and samples and len(losses) != len(samples):
+        notes.append(f"its {len(samples)} samples are {len(losses)} rows of its batches: losses are those of rows")
+    return {"samples": samples, "losses": losses[: len(parts)], "grad_norms": norms, "notes": notes}
+
+
+def _unmeasured(error: Exception) -> str:
+    """Return the note on a model or loss that takes no single sample."""
+    return f"the samples could not be measured one by one: {type(error).__name__}: {error}"
 
 
 def replay(run: str | os.PathLike[str], step: int, make_trainer: Callable[[], BaseTrainer]) -> Replay:
