@@ -451,7 +451,7 @@ def _fields_of(value: Any) -> Any:
     return {attribute.name: getattr(value, attribute.name) for attribute in fields(value)}
 
 
-def _map_entries(batch: Any, change: Callable[[Any], Any]) -> Any:
+def map_entries(batch: Any, change: Callable[[Any], Any]) -> Any:
     """Return a batch of the same kind with its entries changed, and what has no entries unchanged."""
     if isinstance(batch, Mapping):
         return _like_batch(batch, {key: change(value) for key, value in batch.items()})
@@ -587,7 +587,7 @@ def move_to_device(batch: Any, device: torch.device, non_blocking: bool = False)
         return {key: move_to_device(value, device, non_blocking) for key, value in batch.items()}
     if callable(getattr(batch, "to", None)) and not isinstance(batch, torch.nn.Module):
         return batch.to(device)  # transformers' BatchEncoding, torch's PackedSequence and the like
-    return _map_entries(batch, lambda value: move_to_device(value, device, non_blocking))
+    return map_entries(batch, lambda value: move_to_device(value, device, non_blocking))
 
 
 def cast_inputs(batch: Any, dtype: torch.dtype, label_names: Sequence[str]) -> Any:
@@ -600,7 +600,7 @@ def cast_inputs(batch: Any, dtype: torch.dtype, label_names: Sequence[str]) -> A
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.to(dtype) if value.is_floating_point() else value
-        return _map_entries(value, cast)
+        return map_entries(value, cast)
 
     if isinstance(batch, torch.Tensor):
         return cast(batch)
@@ -623,7 +623,7 @@ def pin_batch(batch: Any) -> Any:
     is_known = isinstance(batch, (Mapping, tuple))
     if not is_known and callable(getattr(batch, "pin_memory", None)):
         return batch.pin_memory()
-    return batch if isinstance(batch, list) else _map_entries(batch, pin_batch)
+    return batch if isinstance(batch, list) else map_entries(batch, pin_batch)
 
 
 def copy_to_device(batches: Iterable[Any], runtime: DeviceRuntime) -> Iterator[tuple[Any, Any]]:

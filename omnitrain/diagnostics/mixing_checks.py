@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from omnitrain.compute.random_state import seed_everything
 from omnitrain.core.errors import DataError
-from omnitrain.data.collation import DictBatch, count_samples, split_batch, tensors_in
+from omnitrain.data.collation import count_samples, map_entries, split_batch, tensors_in
 from omnitrain.data.loaders import MapLoader
 from omnitrain.diagnostics.findings import CheckFinding, NotTried, Outcome, Severity
 from omnitrain.diagnostics.pass_probe import PassProbe, brief_error, module_title
@@ -164,27 +164,15 @@ def _with_other_first_row(batch: Any) -> Any:
 
     def replace(value: Any, row: int) -> Any:
         if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == rows:
-            changed = value.clone()
-            changed[0] = value[row]
-            return changed
-        if isinstance(value, Mapping):
-            entries = {key: replace(entry, row) for key, entry in value.items()}
-            return value.with_entries(entries) if isinstance(value, DictBatch) else entries
-        if isinstance(value, tuple):
-            return tuple(replace(entry, row) for entry in value)
-        if isinstance(value, list):
-            if len(value) == rows and not any(isinstance(entry, torch.Tensor) and entry.ndim for entry in value):
-                return [value[row], *value[1:]]
-            return [replace(entry, row) for entry in value]
-        return value
+            return torch.cat([value[row : row + 1], value[1:]])
+        is_column = isinstance(value, list) and len(value) == rows
+        if is_column and not any(isinstance(entry, torch.Tensor) and entry.ndim for entry in value):
+            return [value[row], *value[1:]]
+        return map_entries(value, lambda entry: replace(entry, row))
 
     for row in range(1, rows):
         changed = replace(batch, row)
-        pairs = zip(tensors_in(batch), tensors_in(changed), strict=True)
-        if any(a.is_floating_point() and not torch.equal(a, b) for a, b in pairs):
-            return changed
-        pairs = zip(tensors_in(batch), tensors_in(changed), strict=True)
-        if any(not torch.equal(a, b) for a, b in pairs):
+        if any(not torch.equal(a, b) for a, b in zip(tensors_in(batch), tensors_in(changed), strict=True)):
             return changed
     return None
 
@@ -265,11 +253,9 @@ def _output_gap(single: Any, pair: Any, rounding: float) -> float:
     if single_rows is None or pair_rows is None or not single_rows.ndim == pair_rows.ndim > 0 or len(pair_rows) != 2:
         raise NotTried("the outputs have no row for each sample")
     a, b = single_rows[0].double(), pair_rows[0].double()
-    candidates = [b]
-    if a.shape != b.shape:
-        if a.ndim == 0 or a.shape[1:] != b.shape[1:] or len(a) > len(b):
-            raise NotTried("the outputs of a padded sample have another shape")
-        candidates = [b[: len(a)], b[len(b) - len(a) :]]
+    candidates = _ends(a, b)
+    if not candidates:
+        raise NotTried("the outputs of a padded sample have another shape")
     gap = min(float((a - candidate).abs().max()) for candidate in candidates)
     if gap <= rounding * max(float(a.abs().max()), 1e-6):
         return 0.0
@@ -281,13 +267,9 @@ def _length(sample: Any) -> int:
     entries = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, (tuple, list)) else []
     if isinstance(sample, list) and not any(hasattr(entry, "__len__") for entry in sample):
         return len(sample)
-    sizes = [0]
-    for entry in entries:
-        if isinstance(entry, torch.Tensor) or hasattr(entry, "shape"):
-            sizes += [entry.shape[0]] if len(entry.shape) else []
-        elif isinstance(entry, (list, tuple)):
-            sizes.append(len(entry))
-    return max(sizes)
+    return max(
+        (len(entry) for entry in entries if isinstance(entry, (list, tuple)) or getattr(entry, "shape", ())), default=0
+    )
 
 
 def _is_padded_copy(single: Any, pair: Any) -> bool:
@@ -301,13 +283,15 @@ def _is_padded_copy(single: Any, pair: Any) -> bool:
     for a, b in zip(singles, pairs, strict=False):
         if not a.ndim or not b.ndim or len(a) != 1 or len(b) != 2:
             return False
-        a, b = a[0], b[0]
-        if a.shape == b.shape:
-            parts = [b]
-        elif a.ndim and a.shape[1:] == b.shape[1:] and len(a) < len(b):
-            parts = [b[: len(a)], b[len(b) - len(a) :]]
-        else:
-            return False
-        if not any(torch.equal(a, part) for part in parts):
+        if not any(torch.equal(a[0], part) for part in _ends(a[0], b[0])):
             return False
     return True
+
+
+def _ends(single: torch.Tensor, padded: torch.Tensor) -> list[torch.Tensor]:
+    """Return what may be the rows of a sample in those of its padded copy; nothing if its shape is another one."""
+    if single.shape == padded.shape:
+        return [padded]
+    if not single.ndim or single.shape[1:] != padded.shape[1:] or len(single) > len(padded):
+        return []
+    return [padded[: len(single)], padded[len(padded) - len(single) :]]
