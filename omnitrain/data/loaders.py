@@ -27,6 +27,7 @@ from omnitrain.data.sampling import (
     Fetch,
     MicrobatchLayout,
     ReadOptions,
+    Samples,
     disable_padding,
     pad_with_dummies,
     round_robin,
@@ -707,12 +708,7 @@ def is_stream(dataset: Any) -> bool:
 
 def count_rows(dataset: Any) -> int:
     """Return the number of samples of a map-style dataset, or of tensors."""
-    columns, rows = tensor_columns(dataset)
-    if rows is not None or columns is None:
-        return len(dataset if rows is None else rows)
-    if isinstance(columns, torch.Tensor):
-        return len(columns)
-    return len(next(iter(columns.values() if isinstance(columns, dict) else columns)))
+    return len(Samples(dataset))
 
 
 def _reject_tables(dataset: Any, name: str) -> None:

@@ -512,6 +512,29 @@ def tensor_columns(
     return None, None
 
 
+class Samples:
+    """The samples of a map-style dataset, or the rows of tensors, by index."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.columns, self.rows = tensor_columns(dataset)
+
+    def __len__(self) -> int:
+        if self.rows is not None or self.columns is None:
+            return len(self.dataset if self.rows is None else self.rows)
+        columns = self.columns.values() if isinstance(self.columns, dict) else self.columns
+        return len(columns if isinstance(columns, torch.Tensor) else next(iter(columns)))
+
+    def __getitem__(self, index: int) -> Any:
+        columns = self.columns
+        if columns is None:
+            return self.dataset[index]
+        row = index if self.rows is None else int(self.rows[index])
+        if isinstance(columns, dict):
+            return {name: column[row] for name, column in columns.items()}
+        return tuple(column[row] for column in columns) if isinstance(columns, tuple) else columns[row]
+
+
 def _is_column(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.ndim > 0 and value.dtype.kind in "biufc"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import numbers
 import os
 import time
@@ -18,7 +19,8 @@ from torch.utils.data import Dataset, Subset
 from omnitrain.checkpoint.fingerprints import content_digest
 from omnitrain.core.errors import format_list
 from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, get_labels
-from omnitrain.data.loaders import by_name, has_length
+from omnitrain.data.loaders import by_name, has_length, is_stream
+from omnitrain.data.sampling import Samples
 from omnitrain.diagnostics.findings import CheckFinding, Outcome
 from omnitrain.trainer.loop import Loop
 
@@ -31,6 +33,8 @@ _LEAST_SAMPLES = 8
 _MAX_FEATURES = 10_000
 # Samples that are read twice, to see whether random numbers change them.
 _READ_TWICE = 16
+# The types of labels besides lists of integers.
+_LABELS = (int, float, np.number, torch.Tensor, np.ndarray)
 # Values with fewer entries do not identify a sample.
 _LEAST_ENTRIES = 4
 
@@ -96,26 +100,17 @@ class SetSample:
         }  # fmt: skip
 
     def _add_labels(self, index: int, labels: Any) -> None:
-        if isinstance(labels, (bool, int, np.integer)) and not isinstance(labels, bool):
-            values = [int(labels)]
-        elif isinstance(labels, (float, np.floating)):
-            low, high = self.float_labels or (float(labels), float(labels))
-            self.float_labels = min(low, float(labels)), max(high, float(labels))
+        is_list = isinstance(labels, list) and bool(labels) and all(type(label) is int for label in labels)
+        if not is_list and (isinstance(labels, bool) or not isinstance(labels, _LABELS)):
             return
-        elif isinstance(labels, (torch.Tensor, np.ndarray)):
-            tensor = torch.as_tensor(labels)
-            if tensor.is_floating_point() and tensor.numel() == 1:
-                self._add_labels(index, float(tensor))
-                return
-            if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or not tensor.numel():
-                return
-            self.per_sample = self.per_sample and tensor.numel() == 1
-            values = tensor.unique().tolist() if tensor.numel() > 1 else [int(tensor)]
-        elif isinstance(labels, list) and labels and all(type(label) is int for label in labels):
-            self.per_sample, values = False, list(set(labels))
-        else:
+        tensor = torch.as_tensor(labels, dtype=torch.float64 if isinstance(labels, float) else None)
+        if tensor.is_floating_point() and tensor.numel() == 1:
+            low, high = self.float_labels or (math.inf, -math.inf)
+            self.float_labels = min(low, float(tensor)), max(high, float(tensor))
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or not tensor.numel():
             return
-        for value in values:
+        self.per_sample = self.per_sample and tensor.numel() == 1 and not is_list
+        for value in tensor.unique().tolist():
             self.labels[value] += 1
             self.first[value] = min(index, self.first.get(value, index))
 
@@ -157,24 +152,20 @@ class DataSample:
 def _read_set(loader: Any, samples: int, seconds: float, names: tuple[str, ...], has_parts: bool = False) -> SetSample:
     """Read samples of a set; their parts too if it is random, or `has_parts`."""
     result = SetSample(getattr(loader, "name", "the training set"))
-    fetch: Any = getattr(loader, "fetch", None)
-    dataset: Any = fetch.dataset if fetch is not None else getattr(getattr(loader, "loader", None), "dataset", None)
-    columns, rows = (None, None) if fetch is None else (fetch.columns, fetch.rows)
-    if columns is None and not (hasattr(dataset, "__getitem__") and has_length(dataset)):
+    dataset: Any = getattr(loader if hasattr(loader, "dataset") else getattr(loader, "loader", None), "dataset", None)
+    if is_stream(dataset):
         result.problem = "samples have no index"
         return result
-    result.size = len(dataset) if columns is None else loader.size or 0
-    if columns is not None:
-        first = next(iter(columns.values())) if isinstance(columns, dict) else columns
-        result.size = len(rows if rows is not None else first[0] if isinstance(first, tuple) else first)
+    items = Samples(dataset)
+    result.size = len(items)
     # in random order: sets are often sorted by class or task, and time may end before all samples are read
     indices = np.random.default_rng(0).choice(result.size, min(result.size, samples), replace=False)
     with contextlib.suppress(Exception):  # which is reported below
-        result.is_random = columns is None and _differs(dataset, indices[:_READ_TWICE].tolist())
+        result.is_random = items.columns is None and _differs(dataset, indices[:_READ_TWICE].tolist())
     end, failing = time.perf_counter() + seconds, result.size
     for index in indices.tolist():
         try:
-            sample = dataset[index] if columns is None else _row(columns, rows, index)
+            sample = items[index]
             result.add(index, sample, names)
             if has_parts or result.is_random:
                 result.add_parts(index, [*_parts_of("", sample, names), *_stored_parts(dataset, index, names)])
@@ -184,13 +175,6 @@ def _read_set(loader: Any, samples: int, seconds: float, names: tuple[str, ...],
         if time.perf_counter() > end:
             break
     return result
-
-
-def _row(columns: Any, rows: Any, index: int) -> Any:
-    index = index if rows is None else int(rows[index])
-    if isinstance(columns, dict):
-        return {name: column[index] for name, column in columns.items()}
-    return tuple(column[index] for column in columns) if isinstance(columns, tuple) else columns[index]
 
 
 def _differs(dataset: Any, indices: list[int]) -> bool:

@@ -17,7 +17,7 @@ from omnitrain.compute.random_state import derive_seed
 from omnitrain.core.errors import ConfigError, DataError, check_choice, check_number, did_you_mean
 from omnitrain.data.collation import count_samples, get_labels, move_to_device, split_batch, split_by_sizes
 from omnitrain.data.loaders import count_rows, is_stream
-from omnitrain.data.sampling import tensor_columns
+from omnitrain.data.sampling import Samples
 from omnitrain.data.sets import EvalSet
 from omnitrain.model.losses import LossMean
 from omnitrain.model.units import ModelUnit, StepOutput, check_untrained_loss, count_tokens, without_effect
@@ -112,8 +112,8 @@ class MultiTask(Dataset[tuple[str, Any]]):
         self.mixing = mixing
         self.temperature = temperature
         self._names = list(tasks)
-        self._items = [_Items(data) for data in tasks.values()]
-        self._sizes = np.array([count_rows(data) for data in tasks.values()])
+        self._items = [Samples(data) for data in tasks.values()]
+        self._sizes = np.array([*map(len, self._items)])
         self._firsts = np.concatenate([[0], np.cumsum(self._sizes)])
         if epoch_size is not None:
             check_number("epoch_size", epoch_size, least=1, is_whole=True)
@@ -353,25 +353,6 @@ def _labels_by_name(batch: Any) -> dict[str, Any]:
     if isinstance(batch, Mapping) and "shift_labels" in batch:
         labels["shift_labels"] = batch["shift_labels"]
     return labels
-
-
-class _Items:
-    """The samples of a dataset, or the rows of tensors, by index."""
-
-    def __init__(self, data: Any) -> None:
-        self._data = data
-        self._columns, self._rows = tensor_columns(data)
-
-    def __getitem__(self, index: int) -> Any:
-        columns = self._columns
-        if columns is None:
-            return self._data[index]
-        row = index if self._rows is None else int(self._rows[index])
-        if isinstance(columns, torch.Tensor):
-            return columns[row]
-        if isinstance(columns, dict):
-            return {key: column[row] for key, column in columns.items()}
-        return tuple(column[row] for column in columns)
 
 
 def _apportioned(whole: int, shares: np.ndarray) -> list[int]:
