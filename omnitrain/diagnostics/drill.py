@@ -285,7 +285,9 @@ class _Driver:
         notes, save_steps = _notes(undisturbed), _missing_save_steps(undisturbed)
         if self._script.supplied:
             notes.append("two undisturbed runs differ on a GPU: the drill supplies deterministic=True")
-        if timed := sorted({name for name in _value_names(undisturbed) if re.search("time|memory", name)}):
+        histories = [end["history"] for end in undisturbed.events("end", rank="0")]
+        names = {name for name, _ in _leaves([*undisturbed.metrics.values(), *histories])}
+        if timed := sorted(name for name in names if re.search("time|memory", name)):
             notes.append(f"not compared, as their names are those of times and sizes: {', '.join(timed)}")
         if save_steps is not None:
             notes.append(
@@ -480,23 +482,12 @@ def _notes(record: Record) -> list[str]:
     return notes
 
 
-def _value_names(record: Record) -> Iterator[str]:
-    """Yield the names of the values in the logs and in the history of a run."""
-    values: list[Any] = [*record.metrics.values(), *(end["history"] for end in record.events("end", rank="0"))]
-    while values:
-        value = values.pop()
-        if isinstance(value, dict):
-            yield from value
-        values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
 def _missing_save_steps(record: Record) -> int | None:
     """Return the interval of saves that a script needs which saves at its end only; None if it saves before."""
     ends = record.last_steps()
     if any(row["step"] < ends.get(row["run"], 0) for row in record.events("save", rank="0")):
         return None
-    longest = max(ends.values())
-    return max(1, longest // 5)
+    return max(1, max(ends.values()) // 5)
 
 
 # --- comparison
@@ -546,20 +537,14 @@ def _find_noisy_values(first: Record, second: Record) -> set[str]:
     if _first_step(first, second):
         return set()
     noisy: set[str] = set()
-    pairs: list[tuple[Any, Any]] = [(rows, second.metrics.get(run, [])) for run, rows in first.metrics.items()]
+    pairs: list[tuple[Any, Any]] = [(rows, second.metrics.get(run)) for run, rows in first.metrics.items()]
     for run in first.runs():
-        ends = [record.last_end(run, "0") or {"history": {}} for record in (first, second)]
+        ends = [record.last_end(run, "0") or {"history": None} for record in (first, second)]
         pairs.append((ends[0]["history"], ends[1]["history"]))
-    while pairs:
-        reference, candidate = pairs.pop()
-        if isinstance(reference, list) and isinstance(candidate, list):
-            pairs += zip(reference, candidate, strict=False)
-        elif isinstance(reference, dict) and isinstance(candidate, dict):
-            for name in reference.keys() & candidate.keys():
-                is_nested = isinstance(reference[name], (list, dict))
-                pairs += [(reference[name], candidate[name])] if is_nested else []
-                if not is_nested and _comparable({name: reference[name]}) != _comparable({name: candidate[name]}):
-                    noisy.add(name)
+    for reference, candidate in pairs:
+        for entry, other in zip(_comparable(reference), _comparable(candidate), strict=False):
+            if entry[0] == other[0] and entry != other:
+                noisy.add(entry[0])
     return noisy
 
 
@@ -581,8 +566,8 @@ def _compare_ends(expected: Record, actual: Record, parts: dict[str, bool], igno
                     if reference[kind].get(name) != candidate[kind].get(name):
                         parts[_part_of(name)] = False
             for name in reference["history"].keys() | candidate["history"].keys():
-                tables = [_comparable(end["history"].get(name), ignored) for end in (reference, candidate)]
-                if name not in ignored and tables[0] != tables[1]:
+                tables = [_comparable({name: end["history"].get(name)}, ignored) for end in (reference, candidate)]
+                if tables[0] != tables[1]:
                     parts["best" if "best" in name else "history"] = False
     if unequal := [name for name in _PARTS if not parts.get(name, True)]:
         yield f"at the end: other {', '.join(unequal)}"
@@ -612,8 +597,8 @@ def _compare_metrics(
     expected: Record, actual: Record, parts: dict[str, bool], ignored: Collection[str]
 ) -> Iterator[str]:
     for run, rows in expected.metrics.items():
-        actual_rows = [_comparable(row, ignored) for row in actual.metrics.get(run, [])]
-        for number, row in enumerate(_comparable(rows, ignored)):
+        actual_rows = [dict(_comparable(row, ignored)) for row in actual.metrics.get(run, [])]
+        for number, row in enumerate(dict(_comparable(row, ignored)) for row in rows):
             other = actual_rows[number] if number < len(actual_rows) else {}
             if row != other:
                 parts["metrics.jsonl"] = False
@@ -627,18 +612,24 @@ def _compare_metrics(
                 yield f"metrics.jsonl has {len(actual_rows)} rows, not {len(rows)}"
 
 
-def _comparable(value: Any, ignored: Collection[str] = frozenset()) -> Any:
-    """Return values without those of the clock and of folders."""
-    if isinstance(value, Mapping):
-        return {
-            name: _comparable(part, ignored) for name, part in value.items()
-            if name not in ignored and not _TIMING.search(str(name))
-        }  # fmt: skip
-    if isinstance(value, list):
-        return [_comparable(part, ignored) for part in value]
-    if isinstance(value, float) and math.isnan(value):
-        return "nan"
-    return Path(value).name if isinstance(value, str) and "/" in value else value
+def _comparable(value: Any, ignored: Collection[str] = frozenset()) -> list[tuple[str, Any]]:
+    """Return the values in dicts and lists with their names, without those of the clock and of folders."""
+    values = list[tuple[str, Any]]()
+    for name, entry in _leaves(value):
+        if name not in ignored and not _TIMING.search(name):
+            entry = "nan" if isinstance(entry, float) and math.isnan(entry) else entry
+            values.append((name, Path(entry).name if isinstance(entry, str) and "/" in entry else entry))
+    return values
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values in dicts and lists, each with its key in the innermost dict."""
+    if isinstance(value, (dict, list)):
+        entries = value.items() if isinstance(value, dict) else ((name, entry) for entry in value)
+        for key, entry in entries:
+            yield from _leaves(entry, key)
+    else:
+        yield name, value
 
 
 def _find_suspects(expected: Record, actual: Record, again: Record) -> list[str]:
