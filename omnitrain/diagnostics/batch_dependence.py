@@ -45,7 +45,7 @@ class BatchProbe:
     """Compares the loss of a few samples in one batch with that of the same samples in parts.
 
     Every cause is found by a trial: without it both are equal, with it they are not. The trainer must be of one
-    process; the weights stay unchanged, statistics of the model and random numbers do not.
+    process; the weights and random numbers stay unchanged, statistics of the model do not.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -59,10 +59,9 @@ class BatchProbe:
 
     def find_reasons(self) -> list[BatchDependence]:
         """Return what makes a step depend on its split into batches; empty if nothing does."""
-        model = self._trainer.backend.model
-        training = {name: module for name, module in model.named_modules() if module.training}
-        with torch.no_grad(), _restored_modes(model):
-            model.eval()
+        backend = self._trainer.backend
+        training = {name: module for name, module in backend.model.named_modules() if module.training}
+        with backend.eval_mode(_SEED):
             reasons = self._find_in_evaluation_mode()
             if reasons and self._compare_draws():  # whatever module is tried
                 return reasons
@@ -153,19 +152,23 @@ class BatchProbe:
             seed: That of the others.
             transform: What is done to each batch.
         """
-        expected, loss = self._loss(batches, _SEED, transform), self._loss(other_batches, seed, transform)
+        expected, loss = self._run(batches, _SEED, transform)[0], self._run(other_batches, seed, transform)[0]
         if math.isclose(expected, loss, rel_tol=self._tolerance, abs_tol=self._tolerance * 1e-3):
             return 0.0
         return abs(expected - loss) / max(abs(expected), abs(loss))
 
-    def _loss(self, batches: Sequence[Any], seed: int, transform: Callable[..., Any] | None) -> float:
-        trainer, total, weights = self._trainer, 0.0, 0.0
+    def _run(
+        self, batches: Sequence[Any], seed: int = _SEED, transform: Callable[..., Any] | None = None
+    ) -> tuple[float, torch.Tensor | None]:
+        """Return the mean loss of batches, and their outputs; None for outputs that are no rows of floats."""
+        trainer, total, weights, rows = self._trainer, 0.0, 0.0, list[Any]()
         torch.manual_seed(seed)
         for batch in batches:
             weight, batch = trainer._weigh(batch), trainer._prepare_batch(batch)
             batch = batch if transform is None else transform(trainer, batch)
             with trainer._autocast():
                 output = trainer.backend.forward(trainer._forward, batch)
+            rows.append(output.outputs.get("logits") if isinstance(output.outputs, dict) else output.outputs)
             if not weight:
                 continue
             is_sum = output.num_targets is not None
@@ -174,7 +177,8 @@ class BatchProbe:
         loss = total / weights if weights else math.nan
         if not math.isfinite(loss):  # which equals nothing, so that it would seem to depend on everything
             raise DataError(f"The loss of the first samples is {loss}.")
-        return loss
+        are_floats = all(isinstance(part, torch.Tensor) and part.is_floating_point() and part.ndim for part in rows)
+        return loss, torch.cat(rows).float() if are_floats and len({part.shape[1:] for part in rows}) == 1 else None
 
     def _difference(self, batches: Sequence[Any]) -> float:
         """Return by how much the first samples differ in other batches: in their loss, or only in their outputs.
@@ -186,24 +190,13 @@ class BatchProbe:
 
     def _output_gap(self, batches: Sequence[Any]) -> float | None:
         """Return the largest difference of outputs, relative to what tells samples apart; None if they are no rows."""
-        whole, parts = self._outputs(self._whole), self._outputs(batches)
+        whole, parts = self._run(self._whole)[1], self._run(batches)[1]
         if whole is None or parts is None or whole.shape != parts.shape:
             return None
         gap = float((whole - parts).abs().max())
         if gap <= self._output_tolerance * max(float(whole.abs().max()), self._output_tolerance):
             return 0.0
         return gap / max(float((whole - whole.mean(0)).abs().max()), gap)
-
-    def _outputs(self, batches: Sequence[Any]) -> torch.Tensor | None:
-        trainer, rows = self._trainer, list[torch.Tensor]()
-        for batch in batches:
-            with trainer._autocast():
-                output: Any = trainer.backend.forward(trainer._forward, trainer._prepare_batch(batch)).outputs
-            output = output.get("logits") if isinstance(output, dict) else output
-            if not isinstance(output, torch.Tensor) or not output.is_floating_point() or not output.ndim:
-                return None
-            rows.append(output.float())
-        return torch.cat(rows) if len({tensor.shape[1:] for tensor in rows}) == 1 else None
 
 
 def _read_samples(trainer: Any) -> tuple[Any, list[Any]]:
@@ -227,16 +220,6 @@ def _split(batch: Any) -> list[Any] | None:
 
 def _shapes(batch: Any) -> list[tuple[int, ...]]:
     return [tuple(tensor.shape[1:]) for tensor in tensors_in(batch)]
-
-
-@contextlib.contextmanager
-def _restored_modes(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextlib.contextmanager
