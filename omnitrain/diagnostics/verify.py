@@ -6,7 +6,7 @@ import hashlib
 import os
 import reprlib
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -143,24 +143,11 @@ class RunVerification(ProofResult):
         return "\n".join(map(escape_unprintable, lines))
 
 
-def verify_run(path: Path, make_trainer: Callable[[], BaseTrainer] | None = None) -> RunVerification:
+def verify_folder(path: Path, description: Mapping[str, Any] | None = None, name: str | None = None) -> RunVerification:
     """Compare the files of a run with their hashes, and what it was made of with the present.
 
     Args:
         path: The folder of a run, or of one of its checkpoints.
-        make_trainer: Makes the trainer of the run again, whose data, code and settings are compared with the record.
-
-    Raises:
-        ConfigError: If it is no folder of a run.
-    """
-    return verify_folder(path, None if make_trainer is None else describe_trainer(make_trainer()))
-
-
-def verify_folder(path: Path, description: Mapping[str, Any] | None = None, name: str | None = None) -> RunVerification:
-    """Return the comparison of a run with the present.
-
-    Args:
-        path: As for `verify_run`.
         description: What `describe_trainer` returns for the present trainer.
         name: What the result calls the run; None is the path.
 
@@ -199,18 +186,17 @@ def verify_folder(path: Path, description: Mapping[str, Any] | None = None, name
     return RunVerification(name or str(path), checkpoints, findings, uncompared)
 
 
-def describe_script(words: Sequence[str], processes: int = 1, timeout: float = 600.0) -> dict[str, Any]:
+def describe_script(words: Sequence[str], processes: int) -> dict[str, Any]:
     """Return what `describe_trainer` returns for the first trainer that a script trains, in a process of its own.
 
     Args:
         words: The script, or a YAML file as for `omnitrain train`, and its arguments.
         processes: How many processes run it: as many as the run had, as settings depend on it.
-        timeout: Seconds after which it is ended.
 
     Raises:
         ConfigError: If the script does not train.
     """
-    return Script(words[0], words[1:], processes).call_trainer(f"{__name__}.{describe_trainer.__name__}", timeout)
+    return Script(words[0], words[1:], processes).call_trainer(f"{__name__}.{describe_trainer.__name__}")
 
 
 def recorded_processes(path: Path) -> int:

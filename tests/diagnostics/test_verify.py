@@ -15,7 +15,7 @@ from forging import spoil
 from recipes import rows, small_trainer
 from torch.utils.data import Dataset
 
-from omnitrain.diagnostics.verify import RunVerification, verify_run
+from omnitrain.diagnostics.verify import RunVerification, describe_trainer, verify_folder
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,10 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 def make_trainer(save_dir: Path | None = None, **options: Any) -> Any:
     return small_trainer(**{"save_dir": save_dir, "eval_dataset": rows(8), **options})
+
+
+def verify_run(run: Path, make: Callable[[], Any] | None = None) -> RunVerification:
+    return verify_folder(run, None if make is None else describe_trainer(make()))
 
 
 def differing(result: RunVerification) -> dict[str, str]:
