@@ -11,7 +11,7 @@ import math
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypedDict
@@ -63,6 +63,7 @@ class Observer(Callback):
     def __init__(self, folder: str, interruption: Interruption | None = None, save_steps: int | None = None) -> None:
         self._folder = Path(folder)
         self._interruption = interruption
+        self._number, self._signal = (interruption["number"], interruption["signal"]) if interruption else (0, "")
         self._save_steps = save_steps
         self._is_done = interruption is None
         self._is_overdue = False
@@ -93,8 +94,10 @@ class Observer(Callback):
         step, losses = trainer.progress.step, self._losses
         loss = math.fsum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else None
         self._write(
-            trainer, "step", batch=self._batches, loss=loss, rates=[group["lr"] for group in _groups(trainer)],
-            random=digest(snapshot_rng(trainer.device)), weights=digest(_weights(trainer.model)),
+            trainer, "step", batch=self._batches, loss=loss,
+            rates=[group["lr"] for group in trainer.backend.optimizer.param_groups],
+            random=digest(snapshot_rng(trainer.device)),
+            weights=digest([*trainer.model.parameters(), *trainer.model.buffers()]),
         )  # fmt: skip
         if self._save_steps is not None and step % self._save_steps == 0:
             trainer.control.schedule("save")
@@ -169,14 +172,6 @@ class Observer(Callback):
         if self._is_due(trainer, "step", ahead=1):
             self._interrupt(trainer)
 
-    @property
-    def _number(self) -> int:
-        return 0 if self._interruption is None else self._interruption["number"]
-
-    @property
-    def _signal(self) -> str:
-        return "" if self._interruption is None else self._interruption["signal"]
-
     def _is_due(self, trainer: Any, phase: str, ahead: int = 0) -> bool:
         spec = self._interruption
         if self._is_done or spec is None or spec["phase"] != phase or spec["run"] != Path(trainer.save_dir).name:
@@ -234,14 +229,6 @@ class WatchedDisk:
 def digest(value: Any) -> str | None:
     """Return a digest of all content of a value that has one, equal for equal bits."""
     return content_digest(value, is_partial=True)
-
-
-def _weights(model: torch.nn.Module) -> Iterable[torch.Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
-def _groups(trainer: Any) -> list[dict[str, Any]]:
-    return trainer.backend.optimizer.param_groups
 
 
 def _objects(trainer: Any) -> Iterator[tuple[str, dict[str, str]]]:
