@@ -234,18 +234,9 @@ class Parity(ProofResult):
         """Return the result as values of JSON."""
         runs = [{**asdict(run), "ok": run.ok} for run in self.runs]
         runs = [{name: _to_json(value) for name, value in run.items()} for run in runs]
-        names = (
-            "script",
-            "trainer",
-            "steps",
-            "samples",
-            "reasons",
-            "problem",
-            "ok",
-            "code",
-            "is_deterministic_supplied",
-        )
-        return {**{name: getattr(self, name) for name in names}, "runs": runs}
+        content = {**asdict(self), "ok": self.ok, "code": self.code, "runs": runs}
+        del content["required"]
+        return content
 
 
 def compare_backends(
