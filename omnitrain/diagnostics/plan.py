@@ -31,7 +31,7 @@ from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.core.progress import Progress
 from omnitrain.data.loaders import by_name
 from omnitrain.data.sampling import Window
-from omnitrain.diagnostics.rehearsal import clone_optimizer, unchanged_run, unchanged_weights
+from omnitrain.diagnostics.rehearsal import clone_optimizer, unchanged_attributes, unchanged_run, unchanged_weights
 from omnitrain.optim.build import ScheduleLR, follows_evaluations, needs_closure
 from omnitrain.optim.schedules import RunPosition
 from omnitrain.trainer.compilation import transformed
@@ -284,21 +284,17 @@ class _Measured:
                     return trainer._forward(self.model, batch).loss
 
         batch, model = transformed(self.loop, window.batches[0], prepares=True), Forward(trainer.backend.model)
-        modes = [(module, module.training) for module in model.modules()]
-        model.train()
-        try:
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode, _counting_saved(trainer.backend) as count:
-                state: dict[str, torch.Tensor] = {
-                    name: mode.from_tensor(tensor)
-                    for name, tensor in (*model.named_parameters(), *model.named_buffers())
-                }
-                for tensor in state.values():
-                    count["excluded"].add(_key_of(tensor))
-                batch = tree_map_only(torch.Tensor, mode.from_tensor, batch)
-                torch.func.functional_call(model, state, (batch,))
-        finally:
-            for module, is_training in modes:
-                module.training = is_training
+        with (
+            unchanged_attributes(model.modules()),
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            _counting_saved(trainer.backend) as count,
+        ):
+            model.train()
+            tensors = (*model.named_parameters(), *model.named_buffers())
+            state: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
+            count["excluded"].update(map(_key_of, state.values()))
+            batch = tree_map_only(torch.Tensor, mode.from_tensor, batch)
+            torch.func.functional_call(model, state, (batch,))
         return count["largest"]
 
     def _update(self) -> None:
@@ -420,8 +416,9 @@ def _assemble(loop: Loop, measured: _Measured, ranks: int, capacity: int | None)
     steps_per_epoch = trainer.steps_per_epoch
     if steps_per_epoch is not None and scale != 1 and epoch_size:
         steps_per_epoch = -(-epoch_size // samples)
-    seconds.setdefault("update", 0.0) if "passes" in seconds else None
-    step_seconds = sum(seconds[name] for name in ("data", "passes", "update")) if "passes" in seconds else None
+    step_seconds = None
+    if "passes" in seconds:
+        step_seconds = seconds["data"] + seconds["passes"] + seconds.setdefault("update", 0.0)
     pace = {"ba": 1.0, "sp": float(samples), "tok": float(tokens), "s": step_seconds,
             "ep": 1 / steps_per_epoch if steps_per_epoch else samples / epoch_size if epoch_size else None}  # fmt: skip
     totals = [
@@ -430,7 +427,17 @@ def _assemble(loop: Loop, measured: _Measured, ranks: int, capacity: int | None)
     total = trainer.limits.total_steps(steps_per_epoch, epoch_size) or min(totals, default=None)
 
     def position(steps: int) -> Progress:
-        return _progress_after(steps, samples, tokens, steps_per_epoch, epoch_size, step_seconds or 0.0)
+        """Return the progress of the run after so many steps."""
+        seconds_so_far = steps * (step_seconds or 0.0)
+        progress = Progress(step=steps, tokens=steps * tokens, seconds=seconds_so_far, epoch_size=epoch_size)
+        progress.samples = steps * samples
+        if steps_per_epoch and epoch_size:
+            progress.epoch, rest = divmod(steps, steps_per_epoch)
+            progress.samples_in_epoch = min(rest * samples, epoch_size)
+            progress.samples = progress.epoch * epoch_size + progress.samples_in_epoch
+        elif epoch_size:
+            progress.epoch, progress.samples_in_epoch = divmod(progress.samples, epoch_size)
+        return progress
 
     end = None if total is None else position(total)
     length = {
@@ -440,11 +447,10 @@ def _assemble(loop: Loop, measured: _Measured, ranks: int, capacity: int | None)
     }  # fmt: skip
     counts: dict[str, int] = {}
     if end is not None and total is not None:
+        intervals = {"evaluations": settings.eval_steps} if loop.lifecycle.evaluates else {}
+        intervals |= {"saves": settings.save_steps} if store is not None else {}
         numbers: dict[str, int | None] = {"evaluations": 0, "saves": 0}
-        if loop.lifecycle.evaluates:
-            numbers["evaluations"] = _count(settings.eval_steps, trainer.limits, position, total)
-        if store is not None:
-            numbers["saves"] = _count(settings.save_steps, trainer.limits, position, total)
+        numbers |= {name: _count(every, trainer.limits, position, total) for name, every in intervals.items()}
         counts = {name: number for name, number in numbers.items() if number is not None}
         if "evaluations" in counts and loop.lifecycle.evaluates:
             counts["evaluations"] += settings.eval_on_start
@@ -455,23 +461,8 @@ def _assemble(loop: Loop, measured: _Measured, ranks: int, capacity: int | None)
         seconds["total"] = total * step_seconds + counts.get("evaluations", 0) * seconds.get("evaluation", 0.0)
         date = datetime.datetime.now().astimezone() + datetime.timedelta(seconds=min(seconds["total"], 1e9))
         finish = date.isoformat(sep=" ", timespec="minutes")
-    rates = [] if total is None else rate_curve(loop, total, end, steps_per_epoch)
+    rates = [] if total is None else rate_curve(loop, total, position, steps_per_epoch)
     return RunPlan(length, rates, memory, disk, counts, seconds, finish, _warnings(loop, memory, disk), ranks)
-
-
-def _progress_after(
-    steps: int, samples: int, tokens: int, per_epoch: int | None, size: int | None, seconds: float
-) -> Progress:
-    """Return the progress of a run after so many steps."""
-    progress = Progress(step=steps, tokens=steps * tokens, seconds=steps * seconds, epoch_size=size)
-    progress.samples = steps * samples
-    if per_epoch and size:
-        progress.epoch, rest = divmod(steps, per_epoch)
-        progress.samples_in_epoch = min(rest * samples, size)
-        progress.samples = progress.epoch * size + progress.samples_in_epoch
-    elif size:
-        progress.epoch, progress.samples_in_epoch = divmod(progress.samples, size)
-    return progress
 
 
 def _count(every: Any, limits: Any, position: Callable[[int], Progress], total: int) -> int | None:
@@ -489,7 +480,9 @@ def _count(every: Any, limits: Any, position: Callable[[int], Progress], total: 
     return sum(due[:-1]) + 1
 
 
-def rate_curve(loop: Loop, total: int, end: Progress | None, steps_per_epoch: int | None) -> list[tuple[float, float]]:
+def rate_curve(
+    loop: Loop, total: int, position: Callable[[int], Progress], steps_per_epoch: int | None
+) -> list[tuple[float, float]]:
     """Return points (step, learning rate of the first group) of a run, before each of its steps."""
     trainer = loop.trainer
     scheduler, optimizer = trainer.lr_scheduler, trainer.backend.optimizer
@@ -503,14 +496,9 @@ def rate_curve(loop: Loop, total: int, end: Progress | None, steps_per_epoch: in
     if isinstance(scheduler, ScheduleLR):
         base, points = float(scheduler.base_lrs[0]), list[tuple[float, float]]()
         for place, turn in zip(places, turns, strict=True):
-            progress = None
-            if scheduler.follows and end is not None:
-                share = place / max(total, 1)
-                progress = _progress_after(place, round(end.samples / max(total, 1)), round(end.tokens / max(total, 1)),
-                                           steps_per_epoch, end.epoch_size, end.seconds / max(total, 1))  # fmt: skip
-                progress.seconds = end.seconds * share
-            position = RunPosition(scheduler.run_length, turn, progress)
-            points.append((place, base * scheduler.schedule.factor(position, base)))
+            progress = position(place) if scheduler.follows else None
+            run_position = RunPosition(scheduler.run_length, turn, progress)
+            points.append((place, base * scheduler.schedule.factor(run_position, base)))
         return points
     return _simulated(scheduler, optimizer, places, turns)
 
