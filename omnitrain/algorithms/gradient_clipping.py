@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ from omnitrain.algorithms.weights import local_part, patterns_of
 from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.core.events import Algorithm, TrainerLike
 from omnitrain.core.foreign_names import explain_call
-from omnitrain.optim.param_groups import not_found
+from omnitrain.optim.param_groups import find_matches
 from omnitrain.optim.sparse_gradients import stored_rows, stored_values
 
 # Lower bound on the norm of a unit's weights, so that units that start at zero can train.
@@ -57,16 +56,11 @@ class GradientClipping(Algorithm):
                 f"`algorithms` holds GradientClipping, and `max_grad_norm={norm}` clips as well. "
                 "Pass max_grad_norm=None; the norm is still logged."
             )
-        parameters = list(trainer.model.named_parameters())
-        for pattern in self.exclude:
-            if not any(re.search(pattern, name) for name, _ in parameters):
-                raise not_found("`exclude`", pattern, parameters)
+        parameters = dict(trainer.model.named_parameters())
+        excluded = find_matches("`exclude`", self.exclude, parameters.items())
+        self._clipped = [parameter for name, parameter in parameters.items() if name not in excluded]
 
-    def begin_epoch(self, trainer: TrainerLike) -> None:
-        parameters = trainer.model.named_parameters()
-        self._clipped = [
-            parameter for name, parameter in parameters if not any(re.search(pattern, name) for pattern in self.exclude)
-        ]
+    begin_epoch = set_up
 
     @torch.no_grad()
     def before_update(self, trainer: TrainerLike) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import nn
 
 from omnitrain.checkpoint.state_dicts import bare_name
 from omnitrain.core.errors import ConfigError
-from omnitrain.optim.param_groups import not_found
+from omnitrain.optim.param_groups import find_matches
 
 
 def patterns_of(argument: str, patterns: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -44,10 +43,7 @@ def matching(model: nn.Module, match: Sequence[str] | None, owner: str, required
         trained = {name for name, parameter in parameters.items() if parameter.dim() > 1 and parameter.requires_grad}
         names = [name for name in parameters if name in required or name in trained]
     else:
-        for pattern in match:
-            if not any(re.search(pattern, name) for name in parameters):
-                raise not_found(f"`match` of {owner}", pattern, parameters.items())
-        names = [name for name in parameters if any(re.search(pattern, name) for pattern in match)]
+        names = list(find_matches(f"`match` of {owner}", match, parameters.items()))
     if not names:
         raise ConfigError(f"{owner} found no parameter that trains and has two dimensions. Name them in `match`.")
     return names

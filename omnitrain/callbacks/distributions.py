@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -15,6 +15,8 @@ from omnitrain.checkpoint.state_dicts import bare_name, unwrap
 from omnitrain.core.duration import AnyInterval, Duration, Every, make_interval, parse_interval
 from omnitrain.core.errors import ConfigError, did_you_mean
 from omnitrain.core.events import Callback, Histogram, TrainerLike
+from omnitrain.data.collation import tensors_in
+from omnitrain.optim.param_groups import find_matches
 
 Watched = Literal["weights", "gradients", "updates", "activations"]
 _KINDS = ("weights", "gradients", "updates", "activations")
@@ -90,8 +92,8 @@ class Distributions(Callback):
             raise ConfigError(f"`bins` must be an even number, at least 2, got {bins!r}.")
         if modules is not None and "activations" not in self.of:
             raise ConfigError("`modules` says whose activations are measured, and `of` has no 'activations'. Add them.")
-        self.match: list[re.Pattern[str]] = _compile_patterns(match, "match")
-        self.modules: list[re.Pattern[str]] | None = None if modules is None else _compile_patterns(modules, "modules")
+        self.match: list[str] = _check_patterns(match, "match")
+        self.modules: list[str] | None = None if modules is None else _check_patterns(modules, "modules")
         self.every: Duration | None = None if every is None else Duration.parse(every, "ba", "every")
         self.bins = bins
         self._schedule: Every | AnyInterval | None = None
@@ -121,13 +123,16 @@ class Distributions(Callback):
         self._is_due = self._is_measuring = False
         self._reset()
         model = unwrap(trainer.model)
-        parameters = {bare_name(name): parameter for name, parameter in model.named_parameters()}
-        self._parameters = _filter_matching(parameters, self.match, "match") if set(self.of) - {"activations"} else {}
-        self._modules = {}
+        self._parameters, self._modules = {}, {}
+        if set(self.of) - {"activations"}:
+            parameters = [(bare_name(name), parameter) for name, parameter in model.named_parameters()]
+            self._parameters = find_matches("`match` of Distributions", self.match, parameters)
         if "activations" in self.of:
             modules = {bare_name(name): module for name, module in model.named_modules() if name}
-            leaves = {name: module for name, module in modules.items() if not any(True for _ in module.children())}
-            self._modules = leaves if self.modules is None else _filter_matching(modules, self.modules, "modules")
+            if self.modules is None:
+                self._modules = {name: module for name, module in modules.items() if not [*module.children()]}
+            else:
+                self._modules = find_matches("`modules` of Distributions", self.modules, modules.items())
             if not self._modules:
                 raise ConfigError(
                     "`of` holds 'activations', and the model is a single module without children. Leave them out."
@@ -227,7 +232,9 @@ class Distributions(Callback):
         def measure(module: nn.Module, inputs: Any, output: Any) -> None:
             # a forward pass recomputed during backward shows the same activations again
             recomputes = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
-            activations = None if recomputes or not torch.is_grad_enabled() else _first_tensor(output)
+            if recomputes or not torch.is_grad_enabled():
+                return
+            activations = next(filter(Tensor.is_floating_point, tensors_in(output)), None)
             if activations is not None and activations.numel():
                 with torch.no_grad():
                     self._add_activations(f"activations/{name}", activations.detach())
@@ -354,30 +361,12 @@ def _count_bins(tensor: Tensor, edges: Tensor) -> Tensor:
     return counts.scatter_add_(0, bins, torch.isfinite(tensor).to(torch.int64))
 
 
-def _first_tensor(output: Any) -> Tensor | None:
-    """Return the first floating-point tensor in a module's output."""
-    if isinstance(output, Tensor):
-        return output if output.is_floating_point() else None
-    parts: Iterable[Any] = output.values() if isinstance(output, Mapping) else ()
-    parts = output if isinstance(output, (tuple, list)) else parts
-    return next((tensor for part in parts if (tensor := _first_tensor(part)) is not None), None)
-
-
-def _compile_patterns(patterns: str | Sequence[str], argument: str) -> list[re.Pattern[str]]:
+def _check_patterns(patterns: str | Sequence[str], argument: str) -> list[str]:
     try:
-        return [re.compile(pattern) for pattern in ([patterns] if isinstance(patterns, str) else list(patterns))]
+        return [
+            re.compile(pattern).pattern for pattern in ([patterns] if isinstance(patterns, str) else list(patterns))
+        ]
     except (re.error, TypeError) as error:
         raise ConfigError(
             f"`{argument}` must be a regular expression, or several, got {patterns!r}: {error}."
         ) from error
-
-
-def _filter_matching(entries: Mapping[str, Any], patterns: Sequence[re.Pattern[str]], argument: str) -> dict[str, Any]:
-    """Return the entries whose names match a pattern; a pattern without any is an error."""
-    for pattern in patterns:
-        if not any(pattern.search(name) for name in entries):
-            raise ConfigError(
-                f"`{argument}={pattern.pattern!r}` of Distributions matches no name. The names are such as "
-                f"{', '.join(map(repr, list(entries)[:5]))}."
-            )
-    return {name: entry for name, entry in entries.items() if any(pattern.search(name) for pattern in patterns)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from omnitrain.optim.muon import Muon
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+T = TypeVar("T")
 Named = Sequence[tuple[str, nn.Parameter]]
 """Parameters with their names; tied ones come under each of theirs."""
 
@@ -29,12 +30,7 @@ def freeze_parameters(named_parameters: Named, patterns: Iterable[str]) -> None:
     Raises:
         ConfigError: If a pattern is found in no name, or nothing would be left to train; nothing is changed then.
     """
-    frozen: dict[int, nn.Parameter] = {}
-    for pattern in patterns:
-        matches = {id(parameter): parameter for name, parameter in named_parameters if re.search(pattern, name)}
-        if not matches:
-            raise not_found("`freeze`", pattern, named_parameters)
-        frozen |= matches
+    frozen = {id(parameter): parameter for parameter in find_matches("`freeze`", patterns, named_parameters).values()}
     trains = any(parameter.requires_grad for _, parameter in named_parameters)
     if trains and not any(parameter.requires_grad and id(parameter) not in frozen for _, parameter in named_parameters):
         raise ConfigError(
@@ -165,18 +161,24 @@ def _options(
     return options
 
 
-def not_found(where: str, pattern: str, named_parameters: Iterable[tuple[str, Any]]) -> ConfigError:
-    """Return the error for a pattern, of the argument `where`, that is found in no parameter's name."""
-    names = format_list(name for name, _ in named_parameters)
-    return ConfigError(f"{where}: {pattern!r} is found in no parameter's name. They are called {names}.")
+def find_matches(where: str, patterns: Iterable[str], named_entries: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Return the entries in whose names a pattern is found, in their order.
+
+    Raises:
+        ConfigError: If a pattern, of the argument `where`, is found in no name.
+    """
+    entries, matches = dict(named_entries), set[str]()
+    for pattern in patterns:
+        names = [name for name in entries if re.search(pattern, name)]
+        if not names:
+            raise ConfigError(f"{where}: {pattern!r} is found in no name. The names are {format_list(entries)}.")
+        matches.update(names)
+    return {name: entry for name, entry in entries.items() if name in matches}
 
 
 def _check_frozen(where: str, pattern: str, named_parameters: Named) -> None:
     """Raise ConfigError for a pattern that no parameter is left for, unless all that it matches is frozen."""
-    matches = [parameter for name, parameter in named_parameters if re.search(pattern, name)]
-    if not matches:
-        raise not_found(where, pattern, named_parameters)
-    if any(parameter.requires_grad for parameter in matches):
+    if any(parameter.requires_grad for parameter in find_matches(where, [pattern], named_parameters).values()):
         raise ConfigError(
             f"{where}: {pattern!r} is left without a parameter, since earlier entries have taken all that it matches, "
             "or the optimizer does not hold them. Put it further up, or leave it out."

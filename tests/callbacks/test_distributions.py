@@ -84,7 +84,7 @@ def test_distributions_are_checked_and_omitted_on_the_console(capsys: pytest.Cap
     assert trace.logs and all("weights_norm/0.weight" in row for row in trace.logs)
     printed = capsys.readouterr().out
     assert "loss" in printed and "weights_norm" not in printed and "update_ratio" not in printed
-    with pytest.raises(ConfigError, match="`match='nothing'` of Distributions matches no name"):
+    with pytest.raises(ConfigError, match="`match` of Distributions: 'nothing' is found in no name"):
         trained(Trainer, Distributions("nothing"))
     with pytest.raises(ConfigError, match="compiled model does not call the hooks"):
         trained(Trainer, Distributions(of="activations"), compile={"backend": "eager"})

@@ -84,7 +84,7 @@ LISTS = "must be a list of"
 
 
 @pytest.mark.parametrize(("name", "value", "words"), [
-    ("param_groups", [{"match": r"^9\.", "lr": 1.0}], r"\[0\]`: '\^9.*' is found in no parameter's name.* 0.weight"),
+    ("param_groups", [{"match": r"^9\.", "lr": 1.0}], r"\[0\]`: '\^9.*' is found in no name.* 0.weight"),
     ("param_groups", [{"match": ".", "lr": 1.0}, {"match": "bias", "lr": 0.1}], "'bias' is left without a parameter"),
     ("param_groups", [{"match": "bias", "weigth_decay": 0.0}], r"no option of AdamW .*'weight_decay'\?"),
     ("param_groups", [{"match": "bias", "betas": (0.9, 1.5)}], "AdamW rejects it: Invalid beta .* at index 1: 1.5"),
@@ -93,7 +93,7 @@ LISTS = "must be a list of"
     ("param_groups", [{"match": "bias"}], "must have options next to 'match'"),
     ("param_groups", [{"match": "(", "lr": 1.0}], r"must have a regular expression .* as 'match', got '\('"),
     *(("param_groups", value, f"`param_groups` {LISTS} dicts") for value in ({"match": "bias", "lr": 1.0}, [])),
-    ("freeze", ["body"], "'body' is found in no parameter's name. They are called 0.weight, 0.bias"),
+    ("freeze", ["body"], "'body' is found in no name. The names are 0.weight, 0.bias"),
     ("freeze", ["weight", "bias"], r"`freeze=\['weight', 'bias'\]` leaves no parameter that trains"),
     *(("freeze", value, f"`freeze` {LISTS} regular expressions") for value in ("weight", ["["], [])),
 ])  # fmt: skip
