@@ -31,9 +31,13 @@ class DeviceRuntime:
         self.device = device
 
     @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self.device)
+
+    @property
     def name(self) -> str:
         """The product name of the device, or its kind."""
-        name: Any = getattr(torch.get_device_module(self.device), "get_device_name", None)
+        name: Any = getattr(self._module, "get_device_name", None)
         return self.device.type if self.device.type == "cpu" or name is None else str(name(self.device))
 
     @property
@@ -59,16 +63,16 @@ class DeviceRuntime:
         return None
 
     def new_stream(self) -> Any:
-        """Return a stream for copies to an asynchronous device."""
-        raise NotImplementedError
+        """Return a stream for copies to a device with streams."""
+        return self._module.Stream(self.device)
 
     def current_stream(self) -> Any:
-        """Return the stream of the computation on an asynchronous device."""
-        raise NotImplementedError
+        """Return the stream of the computation on a device with streams."""
+        return self._module.current_stream(self.device)
 
     def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context in which work is queued on a stream."""
-        raise NotImplementedError
+        return self._module.stream(stream)
 
     def read_peaks(self) -> tuple[int, int]:
         """Return the peak bytes allocated and reserved since the last call, as counted on the host: nothing waits."""
@@ -85,24 +89,11 @@ class _StreamingRuntime(DeviceRuntime):
     has_memory_stats = True
 
     @property
-    def _module(self) -> Any:
-        return torch.get_device_module(self.device)
-
-    @property
     def total_memory(self) -> int | None:
         return int(self._module.get_device_properties(self.device).total_memory)
 
     def record_event(self) -> Any:
         return self.current_stream().record_event()
-
-    def new_stream(self) -> Any:
-        return self._module.Stream(self.device)
-
-    def current_stream(self) -> Any:
-        return self._module.current_stream(self.device)
-
-    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        return self._module.stream(stream)
 
 
 class _CudaRuntime(_StreamingRuntime):
