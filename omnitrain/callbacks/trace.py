@@ -40,7 +40,6 @@ TRACE_FILE = "trace.jsonl"
 TRACED = ("samples", "batch", "weights", "random", "loss", "gradients", "update")
 # The most steps whose digests wait for an accelerator.
 _MAX_PENDING = 64
-_HALF = (1 << 32) - 1
 
 
 class Trace(RowFile):
@@ -209,20 +208,13 @@ class Trace(RowFile):
         """Add up over all ranks the loss, and the digests of what each rank has of its own."""
         if trainer.world_size == 1:
             return
-        names = [name for name in ("random", "batch") if name in self._digests]
-        parts: list[Tensor] = []
-        for name in names:  # float64 holds sums of halves exactly over a million ranks
-            words = self._digests[name]
-            parts += [(words >> 32) & _HALF, words & _HALF]
-        loss = torch.zeros(2, dtype=torch.float64, device=trainer.device) if self._loss is None else self._loss
-        sums = torch.cat([loss, *(part.double() for part in parts)])
-        if not trainer.ranks.data.counts:  # another rank counts the same samples
-            sums.zero_()
-        dist.all_reduce(sums)
-        self._loss = sums[:2]
-        halves = sums[2:].to(torch.int64).view(-1, 2, 2)
-        for name, (high, low) in zip(names, halves, strict=True):
-            self._digests[name] = (high << 32) + low
+        if self._loss is None:
+            self._loss = torch.zeros(2, dtype=torch.float64, device=trainer.device)
+        digests = [self._digests[name] for name in ("random", "batch") if name in self._digests]
+        for values in (self._loss, *digests):  # sums of digests are modulo 2^64
+            if not trainer.ranks.data.counts:  # another rank counts the same samples
+                values.zero_()
+            dist.all_reduce(values)
 
     # --- rows
 
