@@ -332,10 +332,9 @@ def build_scheduler(
     spec: Any,
     optimizer: torch.optim.Optimizer,
     *,
+    run_length: RunLength,
     warmup_steps: Any = 0,
-    total_steps: int | None = None,
     options: Mapping[str, Any] | None = None,
-    run_length: RunLength | None = None,
     mode: str = "min",
 ) -> Any:
     """Return the schedule that `spec` names.
@@ -343,17 +342,15 @@ def build_scheduler(
     Args:
         spec: An instance, a `Schedule`, a name, the path of a class, or a callable of the optimizer.
         optimizer: Whose rates it sets.
+        run_length: The length of the run.
         warmup_steps: The warm-up of a schedule by name.
-        total_steps: Optimizer steps of the run; None where they are unknown.
         options: Arguments of a schedule by name, path or class, besides the optimizer.
-        run_length: The length of the run, where it is more than `total_steps`.
         mode: "min" or "max": the better direction of what evaluations are judged by.
 
     Raises:
         ConfigError: If the name is unknown, the length of the run is needed but unknown, the instance belongs
             to another optimizer, or `warmup_steps` or `options` would have no effect.
     """
-    run_length = run_length or RunLength("ba", total_steps)
     if isinstance(spec, str) and "." in spec:
         spec = import_class(spec, (LRScheduler, Schedule), "lr_scheduler")
     if isinstance(spec, type) and issubclass(spec, Schedule):

@@ -17,7 +17,7 @@ from omnitrain import HFTrainer
 from omnitrain.arguments import ScheduleName
 from omnitrain.core.errors import CheckpointError, ConfigError, MissingExtraError
 from omnitrain.optim.build import build_optimizer, build_scheduler
-from omnitrain.optim.schedules import NAMED
+from omnitrain.optim.schedules import NAMED, RunLength
 
 
 class AnyOptions(torch.optim.AdamW):
@@ -106,15 +106,15 @@ def test_optimizer_rejects_wrong_values(spec: Any, words: str, model: nn.Module)
 def test_schedule_of_groups_and_endless_runs(model: nn.Module) -> None:
     groups = [{"params": [parameter], "lr": lr} for parameter, lr in zip(model.parameters(), (1.0, 0.5), strict=True)]
     optimizer, rates = torch.optim.SGD(groups), []
-    scheduler = build_scheduler(None, optimizer, warmup_steps=4, total_steps=None)
+    scheduler = build_scheduler(None, optimizer, warmup_steps=4, run_length=RunLength())
     for _ in range(6):
         rates.append([group["lr"] for group in optimizer.param_groups])
         optimizer.step()
         scheduler.step()
     assert rates == [[rate, rate / 2] for rate in (0.0, 0.25, 0.5, 0.75, 1.0, 1.0)]
-    assert build_scheduler(None, optimizer, warmup_steps=0, total_steps=10) is None
+    assert build_scheduler(None, optimizer, warmup_steps=0, run_length=RunLength(end=10)) is None
     for endless in ("constant", "constant_with_warmup", "inverse_sqrt"):
-        assert build_scheduler(endless, optimizer, warmup_steps=1, total_steps=None) is not None
+        assert build_scheduler(endless, optimizer, warmup_steps=1, run_length=RunLength()) is not None
 
 
 @pytest.mark.parametrize("make", [
@@ -126,8 +126,8 @@ def test_schedule_of_groups_and_endless_runs(model: nn.Module) -> None:
 def test_schedule_instance_or_callable(make: Any, model: nn.Module) -> None:
     optimizer = optimizer_for(model)
     instance = make(optimizer)
-    assert build_scheduler(instance, optimizer, warmup_steps=0, total_steps=None) is instance
-    built = build_scheduler(make, optimizer, warmup_steps=0, total_steps=None)
+    assert build_scheduler(instance, optimizer, warmup_steps=0, run_length=RunLength()) is instance
+    built = build_scheduler(make, optimizer, warmup_steps=0, run_length=RunLength())
     assert type(built) is type(instance) and built.optimizer is optimizer
 
 
@@ -142,15 +142,15 @@ def test_schedule_instance_or_callable(make: Any, model: nn.Module) -> None:
 ])  # fmt: skip
 def test_schedule_rejects_wrong_values(spec: Any, warmup: int, total: int | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        build_scheduler(spec, optimizer_for(nn.Linear(1, 1)), warmup_steps=warmup, total_steps=total)
+        build_scheduler(spec, optimizer_for(nn.Linear(1, 1)), warmup_steps=warmup, run_length=RunLength(end=total))
 
 
 def test_schedule_names_without_transformers(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     for name in NAMED.keys() - {"cosine_with_min_lr", "step", "multistep", "exponential"}:
-        assert build_scheduler(name, optimizer_for(model), warmup_steps=0, total_steps=10) is not None
+        assert build_scheduler(name, optimizer_for(model), warmup_steps=0, run_length=RunLength(end=10)) is not None
     with pytest.raises(MissingExtraError, match=r"lr_scheduler='warmup_stable_decay' needs transformers.*-e .*\[hf\]"):
-        build_scheduler("warmup_stable_decay", optimizer_for(model), warmup_steps=0, total_steps=10)
+        build_scheduler("warmup_stable_decay", optimizer_for(model), warmup_steps=0, run_length=RunLength(end=10))
 
 
 def test_schedule_literals_are_known_and_documented() -> None:

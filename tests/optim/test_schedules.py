@@ -50,7 +50,7 @@ def walked(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int) -> list
 
 def over_steps(schedule: Any, total: int, rate: float = 0.1, **options: Any) -> list[float]:
     optimizer = optimizer_of(rate)
-    return walked(build_scheduler(schedule, optimizer, total_steps=total, **options), optimizer, total)
+    return walked(build_scheduler(schedule, optimizer, run_length=RunLength(end=total), **options), optimizer, total)
 
 
 @settings(max_examples=20)
@@ -109,7 +109,7 @@ def test_schedule_milestones_in_units() -> None:
 
 def test_schedule_min_lr_per_group() -> None:
     optimizer = optimizer_of(0.1, 0.02, 0.0)
-    scheduler = build_scheduler("cosine_with_min_lr", optimizer, options={"min_lr": 0.01}, total_steps=10)
+    scheduler = build_scheduler("cosine_with_min_lr", optimizer, options={"min_lr": 0.01}, run_length=RunLength(end=10))
     assert scheduler.state_dict().keys() == LambdaLR(optimizer_of(0.1), lambda _: 1.0).state_dict().keys()
     walked(scheduler, optimizer, 10)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 0.01, 0.0])
