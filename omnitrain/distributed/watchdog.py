@@ -673,12 +673,6 @@ class Watchdog:
         """End this process with an error, from any thread."""
         abort(error, self._keep_store_alive)
 
-    def stop(self) -> None:
-        """End the threads."""
-        self._closing.set()
-        self._posting.join(2 * POLL_INTERVAL.total_seconds())
-        self._watching.join(2 * POLL_INTERVAL.total_seconds())
-
     def close(self) -> bool:
         """Stop at the end of the program; return whether the other ranks wait for this one."""
         self._closing.set()

@@ -171,7 +171,7 @@ def test_watchdog_waits_for_ranks_through_a_slow_store(waiting: Position, capsys
     observer = store.watchdog = Watchdog(waiting, store, None)
     observer.wait_for_ranks()
     assert store.answers >= 6 and "DistributedError" not in capsys.readouterr().err
-    observer.stop()
+    observer.close()
 
 
 def test_watchdog_counts_rank_whose_first_heartbeat_failed(waiting: Position) -> None:
@@ -189,7 +189,7 @@ def test_watchdog_counts_rank_whose_first_heartbeat_failed(waiting: Position) ->
     while not store.entries.add("omnitrain/0/posted", 0):
         assert store.answers < 1000, "its heartbeats come, and it is not counted"
         time.sleep(0.001)
-    observer.stop()
+    observer.close()
 
 
 @pytest.mark.parametrize(("quiet", "limit"), [(1.0, 1800.0), (30.0, 1.0)])
@@ -215,7 +215,7 @@ def test_watchdog_reads_other_ranks_before_a_report(
         has_begun.set()
         while not (caplog.messages or store.check(["failure/0"])):
             time.sleep(0.01)
-    observer.stop()
+    observer.close()
     reports = caplog.messages or [store.get("failure/0").decode()]
     assert "Rank 1 has been in 'data'" in reports[0] and "Rank 0" not in reports[0]
 
