@@ -63,6 +63,7 @@ def make_accelerator(
             DistributedType,
             FullyShardedDataParallelPlugin,
             GradientAccumulationPlugin,
+            patch_environment,
         )
     except ImportError:
         raise MissingExtraError("AccelerateTrainer", "accelerate") from None
@@ -81,13 +82,11 @@ def make_accelerator(
     options = dict(ddp_options)
     sync_each_batch = options.pop("sync_each_batch", False)
     handlers: list[Any] = [DistributedDataParallelKwargs(**options)]
-    before = {name: os.environ.get(name) for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")}
-    if deepspeed_plugin is None:
-        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-    if not wants_fsdp:
-        os.environ.pop("ACCELERATE_USE_FSDP", None)
+    # accelerate records there what it creates, and a later trainer in this process may need something else
+    flags = {"ACCELERATE_USE_FSDP": wants_fsdp, "ACCELERATE_USE_DEEPSPEED": deepspeed_plugin is not None}
+    flags = {name: os.environ.get(name, "false") if is_used else "false" for name, is_used in flags.items()}
     try:
-        with watch_init_process_group(timeout) as init_method:
+        with patch_environment(**flags), watch_init_process_group(timeout) as init_method:
             handlers.append(_process_group_options(init_method, deepspeed_plugin is not None and not has_gpu))
             accelerator = Accelerator(
                 mixed_precision=precision if deepspeed_plugin is not None or wants_fsdp else "no",
@@ -96,9 +95,7 @@ def make_accelerator(
                 fsdp_plugin=fsdp_plugin if has_gpu else None,
                 gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_each_batch=sync_each_batch),
                 kwargs_handlers=handlers,
-                **(
-                    {"parallelism_config": parallelism_config} if parallelism_config and has_gpu else {}
-                ),  # from 1.10 on
+                **({"parallelism_config": parallelism_config} if parallelism_config and has_gpu else {}),  # since 1.10
             )
         if deepspeed_plugin is not None and accelerator.distributed_type != DistributedType.DEEPSPEED:
             raise ConfigError(
@@ -120,9 +117,6 @@ def make_accelerator(
         raise ConfigError(
             f"`parallelism_config` cannot be used here: {error} Its sizes multiply to the number of processes."
         ) from error
-    finally:  # accelerate records there what it created, and a later trainer in this process may need something else
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
     return accelerator
 
 
