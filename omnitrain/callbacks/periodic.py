@@ -20,14 +20,13 @@ from omnitrain.core.duration import (
     make_interval,
     parse_interval,
 )
-from omnitrain.core.errors import ConfigError, did_you_mean
-from omnitrain.core.events import Callback, TrainerLike
+from omnitrain.core.errors import ConfigError, check_choice
+from omnitrain.core.events import ERROR_POLICIES, Callback, TrainerLike
 from omnitrain.core.progress import Progress
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 OnError = Literal["raise", "warn", "disable"]
-_ERROR_POLICIES = ("raise", "warn", "disable")
 
 
 class Periodic(Callback):
@@ -75,11 +74,7 @@ class Periodic(Callback):
         if limit is not None and limit.unit != "s":
             raise ConfigError(f"`timeout` must be a time such as '30s' or '5m', got {str(limit)!r}.")
         self.timeout: float = math.inf if limit is None else float(limit.value)
-        if on_error not in _ERROR_POLICIES:
-            raise ConfigError(
-                f"`on_error` must be 'raise', 'warn' or 'disable', got {on_error!r}."
-                f"{did_you_mean(str(on_error), _ERROR_POLICIES)}"
-            )
+        check_choice("on_error", on_error, ERROR_POLICIES)
         if function is not None and not callable(function):
             raise ConfigError(f"`function` must be a function of the trainer, got {function!r}.")
         self.function: Callable[..., Any] | None = function

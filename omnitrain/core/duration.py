@@ -90,8 +90,6 @@ class Duration:
         """Return whether a run has done at least this much; a whole epoch counts once it is closed."""
         if self.unit != "ep":
             return self.amount(progress) >= self.value
-        if isinstance(self.value, int):
-            return progress.epoch >= self.value
         return _multiples(progress, "ep", *_ratio(self.value)) > 0
 
     def has_passed(self, start: Progress, progress: Progress, limits: Limits | None = None) -> bool:

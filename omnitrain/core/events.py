@@ -704,17 +704,17 @@ def share_of_run(trainer: TrainerLike, who: str, step: int) -> float:
     Raises:
         ConfigError: If the number of updates is unknown.
     """
-    total = trainer.total_steps
-    if total is None and isinstance(trainer.settings.global_batch_size, Mapping):
-        raise ConfigError(
-            f"{who} needs the share of the run that is done, and its number of steps is unknown: "
-            f"`global_batch_size={dict(trainer.settings.global_batch_size)!r}` changes in the run. Pass `max_steps`, "
-            "or one number of samples a step."
-        )
+    total, size = trainer.total_steps, trainer.settings.global_batch_size
     if total is None:
+        reason, remedy = (
+            "its length is in time or tokens, or its data have no length",
+            "`epochs` and data of known length",
+        )
+        if isinstance(size, Mapping):
+            reason, remedy = f"`global_batch_size={dict(size)!r}` changes in the run", "one number of samples a step"
         raise ConfigError(
-            f"{who} needs the share of the run that is done, and its number of steps is unknown: its length is in time "
-            "or tokens, or its data have no length. Pass `max_steps`, or `epochs` and data of known length."
+            f"{who} needs the share of the run that is done, and its number of steps is unknown: {reason}. Pass "
+            f"`max_steps`, or {remedy}."
         )
     return step / total
 

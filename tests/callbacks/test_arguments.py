@@ -39,7 +39,7 @@ HOOK = r"The hook on_epoch_end is called with trainer, epoch, got .*\(a, b, c\)"
     (Distributions, {"of": ("weigths",)}, r"`of` must hold some of 'weights', .*Did you mean 'weights'"),
     (Distributions, {"bins": 3}, "`bins` must be an even number"),
     (MemoryMonitor, {"folder": "traces"}, "is for snapshots"),
-    (Periodic, {**WORK, "on_error": "warm"}, "`on_error` must be 'raise', 'warn' or 'disable', got 'warm'"),
+    (Periodic, {**WORK, "on_error": "warm"}, "`on_error` must be one of 'raise', 'warn', 'disable', got 'warm'"),
     (Periodic, {**WORK, "timeout": "3ep"}, "`timeout` must be a time"),
     (Preview, {"prompts": "text", "every": 1}, "`prompts` must be a list"),
     (Tracking, {"tracker": Service(), "tags": ["a"]}, "no options with a tracker,"),
