@@ -365,7 +365,11 @@ class Evaluation:
             gathered = ranks.gather_on_main("the states of metrics", [scorer.states()]) if has_states else []
             predictions, labels, extra = self._arrays(loader, arrays) if keeps_arrays else (None, None, None)
             if needs_loss:
-                _check_mean(loader.name, weights, lacks_loss, has_batches, only_first)
+                if bool(weights) == lacks_loss:  # not all of the batches have a loss, or none of the labels counts
+                    error = _mean_error(loader.name, weights, has_batches)
+                    if only_first and has_batches:
+                        raise Inconclusive from error
+                    raise error
                 if not has_labels and not scorer.is_empty:
                     raise self._nothing_to_score(loader.name, batch, output)
             scores = dict(means) if weights else {}
@@ -620,23 +624,17 @@ def _warned_if_long(batches: Iterable[Any], loader: Loader, is_main: bool) -> It
     loader.has_ended = True
 
 
-def _check_mean(name: str, weights: float, lacks_loss: bool, has_batches: bool, only_first: bool) -> None:
-    """Raise the error of a set without a mean loss; Inconclusive if only its first batches were run."""
-    if bool(weights) != lacks_loss:  # all batches have a loss, or none has one
-        return
+def _mean_error(name: str, weights: float, has_batches: bool) -> DataError:
+    """Return the error of a set without a mean loss."""
     title = f"{name[0].upper()}{name[1:]}"
     if weights:
-        error = DataError(f"Some batches of {name} have a loss, and others none. Give all of them one.")
-    elif not has_batches:
-        error = DataError(f"{title} has no samples. Give it at least one.")
-    else:
-        error = DataError(
-            f"{title} has nothing to evaluate: none of its labels counts (integer labels of {IGNORED_LABEL} are left "
-            "out). Give it at least one label."
-        )
-    if only_first and has_batches:
-        raise Inconclusive from error
-    raise error
+        return DataError(f"Some batches of {name} have a loss, and others none. Give all of them one.")
+    if not has_batches:
+        return DataError(f"{title} has no samples. Give it at least one.")
+    return DataError(
+        f"{title} has nothing to evaluate: none of its labels counts (integer labels of {IGNORED_LABEL} are left out). "
+        "Give it at least one label."
+    )
 
 
 def _scored(loader: Loader, score: Callable[..., Scores], *arrays: Any) -> Scores:

@@ -118,6 +118,8 @@ class Feed:
         self._can_share, self._shares = False, False
         # When windows were read ahead, and how many have been yielded since.
         self._read_at, self._yielded = 0.0, 0
+        # Returns the weight of a training batch on the host.
+        self._weight_of: Callable[[Any], float] = trainer._weigh
         # Reads a window; named, if the parts of steps are.
         self._next: Callable[..., Any] = next
 
@@ -130,7 +132,9 @@ class Feed:
             DataError: If the data end with fewer or more samples than an epoch has.
         """
         done, size = progress.samples_in_epoch, self._size_of(loader)
-        self._split = _splitter(loader, self._collate)
+        self._split = self.splitter_of(loader)
+        counts_rows = self._trainer.algorithms and self._counts_changed_labels()
+        self._weight_of = self._weigh_rows if counts_rows else self._trainer._weigh
         batches = loader.counted_batches(epoch, done, progress.batches_in_epoch)
         last, self._latest = None, None
         groups = self._group_by_step(self.weighed(batches))
@@ -195,7 +199,7 @@ class Feed:
         for batch, weight, samples, tokens, ends in group:
             if weight or samples or not ends:  # otherwise it is a dummy batch
                 self.samples = samples or None
-                weight = self._weight_in_step(move_to_device(batch, torch.device("cpu")))
+                weight = self._weight_of(move_to_device(batch, torch.device("cpu")))
             weighed.append((batch, weight, samples, tokens, ends))
         return weighed
 
@@ -313,7 +317,7 @@ class Feed:
             if not weight or len(parts) == 1:
                 micro_batches.append((parts[0], weight, samples, tokens, end))
                 continue
-            weights = [self._weight_in_step(move_to_device(part, torch.device("cpu"))) for part in parts]
+            weights = [self._weight_of(move_to_device(part, torch.device("cpu"))) for part in parts]
             micro_batches += [(part, weight, 0, 0, 0) for part, weight in zip(parts, weights, strict=True)]
             micro_batches[-1] = (parts[-1], weights[-1], samples, tokens, end)
         return micro_batches
@@ -334,7 +338,7 @@ class Feed:
             _reject_empty(all_sizes)
             if last is not None:
                 group = group + [(last[0], 0, 0, 0, 0)] * (max(count or 0 for count in all_sizes) - size)
-        batches, weights = [entry[0] for entry in group], [entry[1] for entry in group]
+        batches, weights, *_ = map(list, zip(*group, strict=True))
         origins = _origins(group) if self._may_split else None
         # of this rank's weighted losses, whose gradients are averaged over the ranks later
         divisor = (1.0 if self._reduction == "sum" else weight) / self._ranks.data.size or 1.0
@@ -350,7 +354,7 @@ class Feed:
                 yield from self._parts(batch, ready, samples, self.microbatch_size)
             elif samples:
                 self.samples = samples
-                yield ready, self._weight_in_step(batch), samples, count_tokens(batch), 1
+                yield ready, self._weight_of(batch), samples, count_tokens(batch), 1
             else:
                 yield ready, 0, 0, 0, 1
 
@@ -376,7 +380,7 @@ class Feed:
             return
         ends = [(0, 0, 0)] * (len(parts) - 1) + [(samples, count_tokens(batch), 1)]
         for part, device_part, end in zip(parts, device_parts, ends, strict=True):
-            yield device_part, self._weight_in_step(part), *end
+            yield device_part, self._weight_of(part), *end
 
     def weigh(self, batch: Any) -> float:
         """Return the weight of a micro-batch (on the host) in its window: its labels that count, or its rows.
@@ -393,15 +397,21 @@ class Feed:
                 return divisor
         return self.rows_of(batch)
 
-    def _weight_in_step(self, batch: Any) -> float:
-        """Return the weight of a training batch: its rows, where `count_classes` counts the targets."""
-        weight, trainer = self._trainer._weigh(batch), self._trainer
-        if not trainer.algorithms or self._reduction == "sum" or not isinstance(trainer.unit, ModelUnit):
-            return weight
-        if "compute_loss" in getattr(trainer, "_overridden", ()):  # which is given the weight
-            return weight
-        changes = trainer.loss_mean.counts_unequally and find_overrides(trainer.algorithms, "transform_batch")
-        return self.rows_of(batch) if changes else weight
+    def _counts_changed_labels(self) -> bool:
+        """Return whether `count_classes` counts the targets of batches, as algorithms may have changed their labels."""
+        trainer = self._trainer
+        return (
+            bool(find_overrides(trainer.algorithms, "transform_batch"))
+            and trainer.loss_mean.counts_unequally
+            and self._reduction != "sum"
+            and isinstance(trainer.unit, ModelUnit)
+            and "compute_loss" not in getattr(trainer, "_overridden", ())  # which is given the weight
+        )
+
+    def _weigh_rows(self, batch: Any) -> float:
+        """Return the rows of a batch, which weigh it where `count_classes` counts the targets."""
+        self._trainer._weigh(batch)  # raises an error for data without tokens, where these are to be counted
+        return self.rows_of(batch)
 
     def count_classes(self, output: StepOutput, weight: float) -> None:
         """Have a mean over class weights count its targets, since algorithms may have changed the labels.
@@ -427,8 +437,13 @@ class Feed:
     # --- evaluations
 
     def splitter_of(self, loader: Loader) -> Callable[[Any, int], list[Any]]:
-        """Return what splits the batches of a loader into parts of at most so many rows."""
-        return _splitter(loader, self._collate)
+        """Return what splits the batches of a loader: that of the user's own, or of what puts its batches together."""
+        own, fetch = getattr(loader, "loader", None), getattr(loader, "fetch", None)
+        for part in (own, getattr(own, "collate_fn", None), getattr(fetch, "collate", None), self._collate):
+            split = getattr(part, "split_batch", None)
+            if callable(split):
+                return cast("Callable[[Any, int], list[Any]]", split)
+        return split_batch
 
     def lockstep_batches(self, loader: Loader, only_first: bool = False) -> Iterator[CountedBatch]:
         """Return the batches of an evaluation, equally many on all ranks: dummies follow data that end earlier."""
@@ -470,16 +485,6 @@ class Feed:
             if self._ranks.world_size > 1 or self._lifecycle.control.stop != "signal":
                 raise
             logger.warning("The data end here, since their loader failed after the signal: %s", error)
-
-
-def _splitter(loader: Loader, collate: Any) -> Callable[[Any, int], list[Any]]:
-    """Return what splits the batches of a loader: that of the user's own, or of what puts its batches together."""
-    user_loader, fetch = getattr(loader, "loader", None), getattr(loader, "fetch", None)
-    for part in (user_loader, getattr(user_loader, "collate_fn", None), getattr(fetch, "collate", None), collate):
-        split = getattr(part, "split_batch", None)
-        if callable(split):
-            return cast("Callable[[Any, int], list[Any]]", split)
-    return split_batch
 
 
 def _is_small(group: list[Weighed] | Exception) -> bool:
