@@ -1,7 +1,7 @@
 """The `omnitrain` command: its arguments, and its exit codes.
 
-Each subcommand is one function that adds its parser. Its work is in a separate module, imported when it runs, so
-`--help` and a mistyped option are answered without waiting for torch.
+Each subcommand is a function that adds its parser, and one that runs it, whose docstring is its help. Its work is in a
+separate module, imported when it runs, so `--help` and a mistyped option are answered without waiting for torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -21,14 +21,6 @@ from typing import Any
 import omnitrain
 from omnitrain.core.errors import ConfigError, OmnitrainError, did_you_mean
 
-# The groups of commands in the help.
-GROUPS: dict[str, tuple[str, ...]] = {
-    "train": ("demo", "train", "sweep", "launch", "config"),
-    "prove": ("check", "plan", "verify", "drill", "parity", "diff", "replay"),
-    "look": ("checkpoint", "compare"),
-}
-# Earlier spellings of commands.
-_MOVED = {("schedule",): ("config", "schedule"), ("show", "run"): ("checkpoint", "record")}
 # The public class behind each choice of `--trainer`.
 TRAINERS = {"native": "Trainer", "accelerate": "AccelerateTrainer", "hf": "HFTrainer"}
 
@@ -70,9 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             parser, commands = _parser()
             argv = sys.argv[1:] if argv is None else argv
-            for moved, words in _MOVED.items():
-                if tuple(argv[: len(moved)]) == moved:
-                    argv = [*words, *argv[len(moved) :]]
             if not argv:
                 parser.print_help()
                 return 0
@@ -111,26 +100,17 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"omnitrain {omnitrain.__version__}")
     commands = parser.add_subparsers(prog="omnitrain", metavar=_ANY_COMMAND, required=True, help=argparse.SUPPRESS)
-    for add in (
-        _add_demo,
-        _add_train,
-        _add_sweep,
-        _add_launch,
-        _add_config,
-        _add_checkpoint,
-        _add_compare,
-        _add_check,
-        _add_plan,
-        _add_verify,
-        _add_drill,
-        _add_parity,
-        _add_diff,
-        _add_replay,
-    ):
-        add(commands)
+    groups = {
+        "train": (_add_demo, _add_train, _add_sweep, _add_launch, _add_config),
+        "prove": (_add_check, _add_plan, _add_verify, _add_drill, _add_parity, _add_diff, _add_replay),
+        "look": (_add_checkpoint, _add_compare),
+    }
     sections = []
-    for title, names in GROUPS.items():
-        lines = [_help_line(name, commands.choices[name]) for name in names]
+    for title, adders in groups.items():
+        first = len(commands.choices)
+        for add in adders:
+            add(commands)
+        lines = [_help_line(name, command) for name, command in [*commands.choices.items()][first:]]
         sections.append("\n".join([f"{title}:", *lines]))
     parser.epilog = "\n\n".join(sections)
     return parser, [*commands.choices]
@@ -151,6 +131,14 @@ def _add_command(commands: Any, name: str, about: str, more: str = "", **options
     return commands.add_parser(name, description=f"{about} {more}".strip(), allow_abbrev=False, **options)
 
 
+def _add_function(commands: Any, run: Callable[[argparse.Namespace], Any], **options: Any) -> argparse.ArgumentParser:
+    """Return the parser of the command that a function runs, with the name and the docstring of the function."""
+    about, _, more = (run.__doc__ or "").partition("\n\n")
+    command = _add_command(commands, run.__name__.lstrip("_"), about, " ".join(more.split()), **options)
+    command.set_defaults(run=run)
+    return command
+
+
 def _call(name: str, args: argparse.Namespace) -> int | None:
     """Call a function of `omnitrain.cli` with the options of a command, which have the names of its arguments."""
     module, _, function = name.rpartition(".")
@@ -159,16 +147,14 @@ def _call(name: str, args: argparse.Namespace) -> int | None:
 
 
 def _add_demo(commands: Any) -> None:
-    about = "Train on the handwritten digits of scikit-learn, in seconds; no network needed."
-    demo = _add_command(commands, "demo", about)
-    add = demo.add_argument
+    add = _add_function(commands, _demo).add_argument
     add("--trainer", choices=TRAINERS, default="native", help="the trainer to use (default: %(default)s)")
     about = "folder for weights, metrics and curves; an earlier demo in it is replaced (default: %(default)s)"
     add("--out", type=Path, default=Path("runs/demo"), metavar="FOLDER", help=about)
-    demo.set_defaults(run=_demo)
 
 
 def _demo(args: argparse.Namespace) -> None:
+    """Train on the handwritten digits of scikit-learn, in seconds; no network needed."""
     from omnitrain.checkpoint.run_record import code_in
     from omnitrain.cli import demo
 
@@ -247,13 +233,8 @@ def _add_config(commands: Any) -> None:
 
 
 def _add_launch(commands: Any) -> None:
-    launch = _add_command(
-        commands,
-        "launch",
-        "Start a script that uses AccelerateTrainer on several processes, with or without GPUs.",
-        "The exit code is that of the script.",
-        usage="omnitrain launch [-n N] [--fsdp | --zero {1,2,3}] [options] [-m] script [arguments of the script]",
-    )
+    usage = "omnitrain launch [-n N] [--fsdp | --zero {1,2,3}] [options] [-m] script [arguments of the script]"
+    launch = _add_function(commands, _launch, usage=usage)
     add = launch.add_argument
     add("-n", dest="processes", type=int, default=1, metavar="N", help="processes per machine (default: 1)")
     way = launch.add_mutually_exclusive_group()
@@ -267,7 +248,6 @@ def _add_launch(commands: Any) -> None:
     add("-m", dest="is_module", action="store_true", help="run a module by its name, as with `python -m`")
     add("script", help="the script or module")
     add("arguments", nargs=argparse.REMAINDER, help="the arguments of the script")
-    launch.set_defaults(run=_launch)
 
 
 def _machines(text: str) -> int | str:
@@ -275,6 +255,10 @@ def _machines(text: str) -> int | str:
 
 
 def _launch(args: argparse.Namespace) -> int:
+    """Start a script that uses AccelerateTrainer on several processes, with or without GPUs.
+
+    The exit code is that of the script.
+    """
     from omnitrain.cli import launch
 
     options = {name: value for name, value in vars(args).items() if name != "run"}
@@ -319,14 +303,14 @@ def _checkpoint(args: argparse.Namespace) -> int | None:
 
 
 def _add_compare(commands: Any) -> None:
-    compare = _add_command(commands, "compare", "Print the results of runs side by side, and draw their curves.")
+    compare = _add_function(commands, _compare)
     run = "the folder of a run, which has metrics.jsonl, or a file that MetricsDict.to_json has written"
     compare.add_argument("runs", nargs="+", metavar="RUN", help=run)
     compare.add_argument("--png", type=Path, metavar="FILE", help="an image to write, such as runs.png")
-    compare.set_defaults(run=_compare)
 
 
 def _compare(args: argparse.Namespace) -> None:
+    """Print the results of runs side by side, and draw their curves."""
     from omnitrain.cli.compare import compare_runs
 
     _print_and_draw(compare_runs(*args.runs), args.png)
@@ -339,162 +323,149 @@ def _print_and_draw(result: Any, image: Path | None) -> None:
 
 
 def _add_check(commands: Any) -> None:
-    check = _add_command(
-        commands,
-        "check",
-        "Look for faults of a script's data, model and loss before its first step.",
-        "Nothing is trained: it ends at the first train(). Exit code 0: no error and no warning; 1: some; 2: it could "
-        "not be tried.",
-    )
+    check = _add_function(commands, _check)
     add = check.add_argument
     about = "samples of each set to read, at most (default: %(default)s)"
     add("--samples", type=int, default=10_000, metavar="N", help=about)
     about = "seconds to read each set, and to overfit a batch, at most (default: %(default)s)"
     add("--seconds", type=float, default=5.0, metavar="S", help=about)
-    _add_rehearsal(check, "check", ("samples", "seconds"))
+    _add_processes(check)
+    _add_script(check, timeout=600.0)
+
+
+def _check(args: argparse.Namespace) -> int:
+    """Look for faults of a script's data, model and loss before its first step.
+
+    Nothing is trained: it ends at the first train(). Exit code 0: no error and no warning; 1: some; 2: it could not be
+    tried.
+    """
+    return _rehearse("check", args, samples=args.samples, seconds=args.seconds)
 
 
 def _add_plan(commands: Any) -> None:
-    plan = _add_command(
-        commands,
-        "plan",
-        "Print steps, learning rates, memory, disk and time of a script's run.",
-        "Nothing is trained: it ends at the first train(). Exit code 0: it fits; 1: it does not; 2: it could not be "
-        "tried.",
-    )
+    plan = _add_function(commands, _plan)
     about = "memory of each device of another machine, such as 80GB"
     plan.add_argument("--device", metavar="SIZE", help=about)
     plan.add_argument("--ranks", type=int, metavar="N", help="processes of the run, if it is to have others than here")
-    _add_rehearsal(plan, "plan", ("device", "ranks"))
+    _add_processes(plan)
+    _add_script(plan, timeout=600.0)
 
 
-def _add_rehearsal(parser: argparse.ArgumentParser, call: str, options: Sequence[str]) -> None:
-    """Have a command make a call of the first trainer that a script trains, with these options."""
-    about = "processes of the script (default: 1)"
-    parser.add_argument("-n", dest="processes", type=int, default=1, metavar="N", help=about)
-    _add_script(parser, timeout=600.0)
-    parser.set_defaults(run=partial(_rehearse, call, options))
+def _plan(args: argparse.Namespace) -> int:
+    """Print steps, learning rates, memory, disk and time of a script's run.
+
+    Nothing is trained: it ends at the first train(). Exit code 0: it fits; 1: it does not; 2: it could not be tried.
+    """
+    return _rehearse("plan", args, device=args.device, ranks=args.ranks)
 
 
-def _rehearse(call: str, options: Sequence[str], args: argparse.Namespace) -> int:
+def _rehearse(call: str, args: argparse.Namespace, **options: Any) -> int:
+    """Make a call of the first trainer that a script trains, with these options."""
     from omnitrain.diagnostics.script import Script
 
-    values = {name: getattr(args, name) for name in options}
     script, function = Script(args.script, args.arguments, args.processes), "omnitrain.diagnostics.rehearsal.rehearse"
     with _untried_as_config_error():
-        answer = script.call_trainer(function, args.timeout, call=call, options=values)
+        answer = script.call_trainer(function, args.timeout, call=call, options=options)
     text = f"{args.script}: {answer['trainer']}\n{answer['text']}"
     print(json.dumps(answer["result"], indent=2) if args.json else text)
     return 0 if answer["result"]["ok"] else 1
 
 
 def _add_verify(commands: Any) -> None:
-    verify = _add_command(
-        commands,
-        "verify",
-        "Compare a run's files with their hashes, and its record with the code and data that are there.",
-        "Exit code 0: nothing has changed; 1: something has; 2: it could not be compared.",
-    )
+    verify = _add_function(commands, _verify)
     verify.add_argument("path", type=_place, metavar="RUN", help="the folder or address of a run, or of a checkpoint")
     about = "what makes the trainer, for its data, code and settings: a script with its arguments, or a YAML file"
     verify.add_argument("--data", nargs=argparse.REMAINDER, metavar="SCRIPT", default=[], help=about)
-    verify.add_argument("--json", action="store_true", help="print the result as JSON")
-    verify.set_defaults(run=_verify)
+    _add_json(verify)
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from omnitrain.checkpoint.lookup import local_copies
-    from omnitrain.core.secrets import mask_text
+    """Compare a run's files with their hashes, and its record with the code and data that are there.
+
+    Exit code 0: nothing has changed; 1: something has; 2: it could not be compared.
+    """
     from omnitrain.diagnostics import verify
 
-    with _untried_as_config_error(), local_copies(args.path) as paths:
-        processes = verify.recorded_processes(paths[0])
+    with _local_runs(args.path) as ((path,), (name,)):
+        processes = verify.recorded_processes(path)
         description = verify.describe_script(args.data, processes) if args.data else None
-        return _report(verify.verify_folder(paths[0], description, mask_text(str(args.path))), args.json)
+        return _report(verify.verify_folder(path, description, name), args)
+
+
+@contextlib.contextmanager
+def _local_runs(*places: Path | str, whole: bool = True) -> Iterator[tuple[Sequence[Path], list[str]]]:
+    """Yield local copies of runs that a proof compares, and the names of the runs."""
+    from omnitrain.checkpoint.lookup import local_copies
+    from omnitrain.core.secrets import mask_text
+
+    with _untried_as_config_error(), local_copies(*places, whole=whole) as paths:
+        yield paths, [mask_text(str(place)) for place in places]
 
 
 def _add_parity(commands: Any) -> None:
-    parity = _add_command(
-        commands,
-        "parity",
-        "Run the first steps of a script on each backend and in other splits of a step, and compare the numbers.",
-        "Exit code 0: every difference is as expected; 1: one is not; 2: it could not be tried.",
-    )
+    parity = _add_function(commands, _parity)
     parity.add_argument("--steps", type=int, default=20, metavar="N", help="how many steps (default: %(default)s)")
     backends = "some of native,accelerate,hf,ddp,fsdp,zero1,zero2,zero3,split (default: those that are installed)"
     parity.add_argument("--on", metavar="NAMES", help=backends)
     parity.add_argument("--picture", type=Path, metavar="FILE", help="an image to write, such as parity.png")
     _add_script(parity, timeout=600.0)
-    parity.set_defaults(run=_parity)
 
 
 def _parity(args: argparse.Namespace) -> int:
+    """Run the first steps of a script on each backend and in other splits of a step, and compare the numbers.
+
+    Exit code 0: every difference is as expected; 1: one is not; 2: it could not be tried.
+    """
     from omnitrain.diagnostics.parity import compare_backends
     from omnitrain.diagnostics.script import Script
 
     backends = None if args.on is None else [name.strip() for name in args.on.split(",") if name.strip()]
     with _untried_as_config_error():
         result = compare_backends(Script(args.script, args.arguments), args.steps, backends, args.timeout)
-    code = _report(result, args.json)
-    if args.picture is not None:
-        result.plot(args.picture)
-    return code
+    return _report(result, args)
 
 
 def _add_diff(commands: Any) -> None:
-    diff = _add_command(
-        commands,
-        "diff",
-        "Find the first step at which two runs part, and what parted first.",
-        "Exit code 0: the runs are equal; 1: they part; 2: they could not be compared.",
-    )
+    diff = _add_function(commands, _diff)
     diff.add_argument("path0", type=_place, metavar="RUN_A", help="the folder or address of a run")
     diff.add_argument("path1", type=_place, metavar="RUN_B", help="another one")
     diff.add_argument("--picture", type=Path, metavar="FILE", help="an image of both losses to write, such as diff.png")
-    diff.add_argument("--json", action="store_true", help="print the result as JSON")
-    diff.set_defaults(run=_diff)
+    _add_json(diff)
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from omnitrain.checkpoint.lookup import local_copies
-    from omnitrain.core.secrets import mask_text
+    """Find the first step at which two runs part, and what parted first.
+
+    Exit code 0: the runs are equal; 1: they part; 2: they could not be compared.
+    """
     from omnitrain.diagnostics.run_diff import diff_runs
 
-    places = args.path0, args.path1
-    with _untried_as_config_error(), local_copies(*places, whole=False) as paths:
-        result = diff_runs(*paths, names=[mask_text(str(place)) for place in places])
-        if args.picture is not None:
-            result.plot(args.picture)
-        return _report(result, args.json)
+    with _local_runs(args.path0, args.path1, whole=False) as (paths, names):
+        return _report(diff_runs(*paths, names=names), args)
 
 
 def _add_replay(commands: Any) -> None:
-    replay = _add_command(
-        commands,
-        "replay",
-        "Make one step of a run once more, to the bit, and print the loss and the gradient of each of its samples.",
-        "Exit code 0: nothing disagrees with the run; 1: the digests of its trace do; 2: it could not be tried.",
-    )
+    replay = _add_function(commands, _replay)
     add = replay.add_argument
     add("path", type=_place, metavar="RUN", help="the folder or address of a run")
     add("--step", type=int, required=True, metavar="N", help="the step, counted from 1")
     add("-n", dest="processes", type=int, metavar="N", help="processes (default: as many as the run had)")
     _add_script(replay, timeout=3600.0)
-    replay.set_defaults(run=_replay)
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from omnitrain.checkpoint.lookup import local_copies
-    from omnitrain.core.secrets import mask_text
+    """Make one step of a run once more, to the bit, and print the loss and the gradient of each of its samples.
+
+    Exit code 0: nothing disagrees with the run; 1: the digests of its trace do; 2: it could not be tried.
+    """
     from omnitrain.diagnostics.replay import replay_script
     from omnitrain.diagnostics.script import Script
     from omnitrain.diagnostics.verify import recorded_processes
 
-    with _untried_as_config_error(), local_copies(args.path) as paths:
-        processes = recorded_processes(paths[0]) if args.processes is None else args.processes
+    with _local_runs(args.path) as ((path,), (name,)):
+        processes = recorded_processes(path) if args.processes is None else args.processes
         script = Script(args.script, args.arguments, processes)
-        result = replay_script(paths[0], args.step, script, args.timeout, mask_text(str(args.path)))
-    return _report(result, args.json)
+        return _report(replay_script(path, args.step, script, args.timeout, name), args)
 
 
 @contextlib.contextmanager
@@ -506,19 +477,16 @@ def _untried_as_config_error() -> Iterator[None]:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
 
 
-def _report(result: Any, as_json: bool) -> int:
-    """Print the result of a proof, and return its exit code."""
-    print(json.dumps(result.to_json(), indent=2) if as_json else result)
+def _report(result: Any, args: argparse.Namespace) -> int:
+    """Print the result of a proof, write its picture, and return its exit code."""
+    print(json.dumps(result.to_json(), indent=2) if args.json else result)
+    if "picture" in args and args.picture is not None:
+        result.plot(args.picture)
     return result.code
 
 
 def _add_schedule(commands: Any) -> None:
-    schedule = _add_command(
-        commands,
-        "schedule",
-        "Print the learning rates of a schedule over a run as a table, and draw them.",
-        "Example: omnitrain config schedule wsd decay=0.2dur --max-duration 3e6tok --warmup 0.1dur",
-    )
+    schedule = _add_function(commands, _schedule)
     add = schedule.add_argument
     add("name", metavar="NAME", help="what `lr_scheduler` is called, such as cosine, multistep or wsd")
     add("options", nargs="*", metavar="OPTION=VALUE", help="`lr_scheduler_kwargs`, such as milestones=0.3dur,80ep")
@@ -532,10 +500,13 @@ def _add_schedule(commands: Any) -> None:
         add(f"--{unit}-per-step", type=float, metavar="N", help=f"where one of several units is {thing}")
     add("--rows", type=int, default=11, metavar="N", help="rows of the table (default: %(default)s)")
     add("--plot", type=Path, metavar="FILE", help="an image to write, such as rate.png")
-    schedule.set_defaults(run=_schedule)
 
 
 def _schedule(args: argparse.Namespace) -> None:
+    """Print the learning rates of a schedule over a run as a table, and draw them.
+
+    Example: omnitrain config schedule wsd decay=0.2dur --max-duration 3e6tok --warmup 0.1dur
+    """
     from omnitrain.optim.schedules import preview_schedule
 
     options = {}
@@ -557,31 +528,38 @@ def _add_script(parser: argparse.ArgumentParser, timeout: float) -> None:
     add = parser.add_argument
     about = "seconds for each run of the script (default: %(default).0f)"
     add("--timeout", type=float, default=timeout, metavar="SECONDS", help=about)
-    add("--json", action="store_true", help="print the result as JSON")
+    _add_json(parser)
     add("script", metavar="SCRIPT", help="a script that trains, or a YAML file as for `omnitrain train`")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
 
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    about = "processes of the script (default: %(default)s)"
+    parser.add_argument("-n", dest="processes", type=int, default=1, metavar="N", help=about)
+
+
 def _add_drill(commands: Any) -> None:
-    drill = _add_command(
-        commands,
-        "drill",
-        "Kill and resume a script at random moments, and compare it with an undisturbed run.",
-        "Exit code 0: equal to the bit, 1: not, 2: it could not be tried.",
-        usage="omnitrain drill [-n N] [--kills K] [--signals A,B] [--seed S] [options] SCRIPT [arguments of it]",
-    )
+    usage = "omnitrain drill [-n N] [--kills K] [--signals A,B] [--seed S] [options] SCRIPT [arguments of it]"
+    drill = _add_function(commands, _drill, usage=usage)
     add = drill.add_argument
     add("--kills", type=int, default=5, metavar="K", help="interruptions (default: %(default)s)")
     about = "of kill, term, stop (a standstill) and disk (a full disk) (default: all)"
     add("--signals", default="kill,term,stop,disk", metavar="A,B", help=about)
     add("--seed", type=int, default=0, metavar="S", help="chooses the moments (default: %(default)s)")
     add("--picture", type=Path, metavar="FILE", help="an image of both curves to write, such as drill.svg")
-    add("-n", dest="processes", type=int, default=1, metavar="N", help="processes of the script (default: 1)")
+    _add_processes(drill)
     _add_script(drill, timeout=3600.0)
-    drill.set_defaults(run=_drill)
 
 
 def _drill(args: argparse.Namespace) -> int:
+    """Kill and resume a script at random moments, and compare it with an undisturbed run.
+
+    Exit code 0: equal to the bit, 1: not, 2: it could not be tried.
+    """
     from omnitrain.diagnostics.drill import drill
     from omnitrain.diagnostics.script import Script
 

@@ -21,12 +21,12 @@ from omnitrain.cli import demo, main
     ("demo --data mnist", "--data"), ("demo --train hf", "--train"),
     ("checkpoint", "usage: omnitrain checkpoint"), ("launch", "script"), ("launch -n two train.py", "'two'"),
     ("launch --zero 4 train.py", "invalid choice: 4"), ("launch --fsdp --zero 3 train.py", "not allowed with"),
-    ("launch --nproc-per-node 2 train.py", "--nproc-per-node"), ("schedule", "NAME"),
-    ("schedule cosine --max-step 9", "--max-step"), ("schedule cosin --epochs 3", "Did you mean 'cosine'?"),
-    ("schedule cosine --epochs 3", "Give `steps_per_epoch`"),
-    ("schedule cosine min_lr --max-steps 3", "'min_lr' is no option of a schedule. Write it as name=value"),
-    ("schedule cosine min_rl=3 --max-steps 3", "Did you mean 'min_lr'?"),
-    ("schedule linear --max-duration 2h --warmup 100", "Pass `seconds_per_step`"),
+    ("launch --nproc-per-node 2 train.py", "--nproc-per-node"), ("config schedule", "NAME"),
+    ("config schedule cosine --max-step 9", "--max-step"), ("config schedule cosin --epochs 3", "Did you mean 'cosine'?"),
+    ("config schedule cosine --epochs 3", "Give `steps_per_epoch`"),
+    ("config schedule cosine min_lr --max-steps 3", "'min_lr' is no option of a schedule. Write it as name=value"),
+    ("config schedule cosine min_rl=3 --max-steps 3", "Did you mean 'min_lr'?"),
+    ("config schedule linear --max-duration 2h --warmup 100", "Pass `seconds_per_step`"),
 ])  # fmt: skip
 def test_cli_rejects_wrong_words(words: str, expected: str, capsys: Any) -> None:
     try:
@@ -42,16 +42,6 @@ def test_cli_without_words_prints_help(command: Any) -> None:
     listed = [line.split()[0] for line in lines[lines.index("train:") :] if line.startswith("  ")]
     assert sorted(listed) == sorted(main._parser()[1]) and all(len(line) <= 120 for line in lines)
     assert (code, error) == (0, "")
-
-
-@pytest.mark.parametrize(("words", "moved"), [("schedule", "config schedule"), ("show run", "checkpoint record")])
-def test_cli_takes_earlier_spellings(words: str, moved: str, capsys: Any) -> None:
-    helps = []
-    for spelling in (words, moved):
-        with pytest.raises(SystemExit, match="0"):
-            main.main([*spelling.split(), "--help"])
-        helps.append(capsys.readouterr().out)
-    assert helps[0] == helps[1] and f"omnitrain {moved}" in helps[0]
 
 
 @pytest.mark.processes
@@ -118,7 +108,7 @@ def test_cli_ends_quietly_if_nobody_reads_it(words: str, tmp_path: Path) -> None
 
 def test_cli_prints_and_draws_schedule(tmp_path: Path, command: Any) -> None:
     words = "multistep milestones=0.5dur,9ep gamma=0.1 --epochs 10 --steps-per-epoch 20 --warmup 0.1 --rows 5"
-    code, out, _ = command("schedule", *words.split(), "--plot", picture := tmp_path / "rate.png")
+    code, out, _ = command("config", "schedule", *words.split(), "--plot", picture := tmp_path / "rate.png")
     *table, last = [line.split() for line in out.splitlines()]
     assert code == 0 and table == [
         ["run", "step", "learning", "rate"], ["0%", "0", "0"], ["25%", "50", "1"], ["50%", "100", "0.1"],
@@ -131,7 +121,7 @@ def test_cli_prints_and_draws_schedule(tmp_path: Path, command: Any) -> None:
     ("flag", "length"), [("--samples-per-step", "40sp"), ("--tokens-per-step", "40tok"), ("--seconds-per-step", "40s")]
 )
 def test_cli_schedule_takes_pace_and_rate(flag: str, length: str, command: Any) -> None:
-    words = f"schedule constant --max-duration {length} --warmup 4 --learning-rate 0.5 --rows 9 {flag} 5"
+    words = f"config schedule constant --max-duration {length} --warmup 4 --learning-rate 0.5 --rows 9 {flag} 5"
     code, out, _ = command(*words.split())
     rates = [float(line.split()[-1]) for line in out.splitlines()[1:]]
     assert code == 0 and rates == [0, 0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5, 0.5]
