@@ -223,9 +223,6 @@ def merge_training_args(args: transformers.TrainingArguments, kwargs: dict[str, 
     """Fill our arguments, in `kwargs`, from transformers'; contradictions are an error.
 
     An argument of ours takes precedence over a field of `args` with its default value, as the user has not set that.
-
-    Raises:
-        ConfigError: If both are set and differ, or if a field of `args` is unsupported.
     """
     for name, (allowed, advice) in UNSUPPORTED.items():
         value = enum_value(getattr(args, name, allowed[0]))
@@ -288,11 +285,7 @@ def merge_training_args(args: transformers.TrainingArguments, kwargs: dict[str, 
 
 
 def translate_training_args(args: transformers.TrainingArguments, kwargs: dict[str, Any]) -> None:
-    """Fill the arguments of another trainer than `HFTrainer`, which makes optimizer and schedule as transformers does.
-
-    Raises:
-        ConfigError: As `merge_training_args`.
-    """
+    """Fill the arguments of another trainer than `HFTrainer`, with optimizer and schedule as in transformers."""
     merge_training_args(args, kwargs)
     optim = str(enum_value(args.optim))
     fields: dict[str, Any] = {"warmup_steps": args.warmup_steps, "lr_scheduler": enum_value(args.lr_scheduler_type)}
@@ -336,9 +329,6 @@ def merge_activation_checkpointing(args: transformers.TrainingArguments, model: 
     """Recompute activations if transformers' arguments request it and the model does not support it itself.
 
     If we recompute, `args`, those of the engine, no longer request it, and our argument in `kwargs` does.
-
-    Raises:
-        ConfigError: If `kwargs` disables it.
     """
     names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if getattr(args, name, False)]
     if not names:
@@ -392,11 +382,7 @@ def _merge_metrics(args: transformers.TrainingArguments, kwargs: dict[str, Any])
 
 
 def _merge_arguments(args: transformers.TrainingArguments, values: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
-    """Fill our arguments from transformers', except those that the user passed.
-
-    Raises:
-        ConfigError: If the user set both, and they differ.
-    """
+    """Fill our arguments from transformers', except those of the user, which must not contradict."""
     user_metric = kwargs.get("optimization_metric")
     # transformers creates these, unless the user has passed ours
     created = {"optimizer": enum_value(args.optim), "lr_scheduler": enum_value(args.lr_scheduler_type)}
@@ -427,11 +413,7 @@ def _is_equivalent(name: str, argument: Any, value: Any) -> bool:
 
 
 def fill_arguments(values: Mapping[str, Any], kwargs: dict[str, Any], source: str) -> None:
-    """Fill our arguments from another source; None means not set.
-
-    Raises:
-        ConfigError: If one was also passed by the user, with another value.
-    """
+    """Fill our arguments from another source, unless the user passed another value; None means not set."""
     for name, value in values.items():
         argument = kwargs.get(name)
         if argument is None:
@@ -478,9 +460,6 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, kwargs: di
     """Return an `Accelerator` that shards the weights, and DeepSpeed's schedule; None for each without a request.
 
     `accelerate launch` may request sharding too. Values set only in DeepSpeed's configuration are filled into `kwargs`.
-
-    Raises:
-        ConfigError: If they contradict each other, or request FSDP 1 or anything incompatible with sharding.
     """
     config = getattr(args, "hf_deepspeed_config", None)  # where "auto" is filled in from the arguments
     zero = deepspeed_plugin(None if config is None else config.config)
@@ -538,11 +517,7 @@ def _interval(strategy: str, steps: Any) -> Any:
 
 
 def resolve_alias(name: str, value: Any, alias: str, alias_value: Any) -> Any:
-    """Return the value passed under one of two names, or None.
-
-    Raises:
-        ConfigError: If values were passed under both.
-    """
+    """Return the value passed under one of two names, or None; values under both are an error."""
     if value is not None and alias_value is not None:
         raise ConfigError(f"`{name}` and `{alias}` are two names of one argument. Leave one of them out.")
     return alias_value if value is None else value
@@ -635,19 +610,6 @@ def effective_arguments(
     if settings.save_dir is not None and "save_dir" in user_arguments:
         effective.output_dir = str(settings.save_dir)
     return args if vars(effective) == vars(args) else effective
-
-
-def ddp_options(args: transformers.TrainingArguments, model: Any) -> Any:
-    """Return accelerate's options for DDP from transformers' arguments; newer versions set them themselves."""
-    from accelerate.utils import DistributedDataParallelKwargs
-
-    unused = args.ddp_find_unused_parameters
-    if unused is None:
-        unused = not getattr(model, "is_gradient_checkpointing", False)
-    names = ("bucket_cap_mb", "broadcast_buffers", "static_graph")
-    options: dict[str, Any] = {name: getattr(args, f"ddp_{name}", None) for name in names}
-    options = {name: value for name, value in options.items() if value is not None}
-    return DistributedDataParallelKwargs(find_unused_parameters=unused, **options)
 
 
 def reject_duplicate_loggers(args: transformers.TrainingArguments | None, loggers: object) -> None:

@@ -45,7 +45,6 @@ from omnitrain.distributed.rendezvous import connected_ranks
 from omnitrain.hf.arguments import (
     FIELDS,
     accumulation_options,
-    ddp_options,
     default_training_args,
     effective_arguments,
     engine_arguments,
@@ -597,7 +596,6 @@ class HFTrainer(TransformersAPI):
         self.engine.loss_is_scaled_for_ga = True
         self.engine._has_output_dir = self._output_dir is not None
         self.accelerator = self.engine.real_accelerator
-        self.accelerator.ddp_handler = self.accelerator.ddp_handler or ddp_options(self._engine_args, self.model)
         self.backend.accelerator = self.accelerator
         super()._setup_training_components()
         self.engine.model_wrapped = self.backend.wrapped
