@@ -278,16 +278,12 @@ class Settings:
 DEFAULT_EPOCHS = 3
 # Arguments with a default other than None that can nevertheless be passed as None.
 NONE_IS_DEFAULT = ("callbacks", "algorithms", "optimization_metric")
+# Arguments that take one of a few texts, or None if that is the default; and those that take True or False.
 CHOICES: dict[str, tuple[str | None, ...]] = {
-    "scheduler_interval": ("step", "epoch"),
-    "grad_reduction": ("mean", "sum", "per-token-mean"),
-    "on_nonfinite": ("raise", "skip", "warn"),
-    "optimization_direction": ("max", "min", None),
-    "matmul_precision": ("highest", "high", "medium", None),
-}
-SWITCHES = ("shuffle", "drop_last", "pin_memory", "sanity", "eval_on_start", "load_best_at_end", "overwrite",
-            "save_required", "save_frozen", "async_save", "consolidate", "deterministic",
-            "detect_anomaly", "progress_bar")  # fmt: skip
+    field.name: (*re.findall(r"'(.+?)'", str(field.type)), *([None] if field.default is None else []))
+    for field in fields(Settings) if str(field.type).startswith("Literal[")
+}  # fmt: skip
+SWITCHES = tuple(field.name for field in fields(Settings) if field.type in ("bool", "bool | None"))
 NEEDS_EVALUATION: dict[str, tuple[Any, ...]] = {
     "patience": (None, -1), "early_stopper": (None,), "eval_steps": (None,), "eval_on_start": (False,),
     "load_best_at_end": (None, False), "optimization_metric": ("loss", "eval_loss"), "optimization_direction": (None,),
@@ -336,11 +332,7 @@ def check_type(name: str, value: Any, *types: type) -> None:
 
 
 def parse_init_from(value: Any) -> dict[str, Any]:
-    """Return the entries of `init_from`: "path", which is made absolute, "ignore" and "convert".
-
-    Raises:
-        ConfigError: If it has another entry.
-    """
+    """Return the entries of `init_from`: "path", which is made absolute, "ignore" and "convert"."""
     source = dict(value) if isinstance(value, Mapping) else {"path": value}
     form = "{'path': ..., 'ignore': ['head.*'], 'convert': function}"
     for name in source:
@@ -600,11 +592,7 @@ def _check_pairs(values: Mapping[str, Any]) -> None:
 
 
 def parse_seconds(name: str, value: Any) -> float:
-    """Return the seconds of an argument that is a time: a number of seconds, or a string such as "10m".
-
-    Raises:
-        ConfigError: If it is not a time.
-    """
+    """Return the seconds of an argument that is a time: a number of seconds, or a string such as "10m"."""
     length = Duration.parse(value, "s", name)
     if length.unit != "s" or not _is_finite(length.value):
         raise ConfigError(f"`{name}` must be a time such as 600 (seconds), '10m' or '2h', got {_repr(value)}.")
@@ -619,11 +607,7 @@ def has_changing_batch_size(settings: Settings) -> bool:
 def accumulation_stages(
     settings: Settings, limits: Limits, world_size: int, samples_per_epoch: int | None = None
 ) -> Stages | None:
-    """Return the stages of micro-batches per window and process; None if they stay the same.
-
-    Raises:
-        ConfigError: If a size is not divisible, or its place is not known in a run of these limits, or never reached.
-    """
+    """Return the stages of micro-batches per window and process; None if they stay the same."""
     sizes = settings.global_batch_size
     if not isinstance(sizes, Mapping):
         return None
@@ -647,10 +631,6 @@ def resolve_accumulation(settings: Settings, world_size: int) -> int:
     """Return the micro-batches per window and process at the start, from `global_batch_size` if that is given.
 
     Where that is no multiple of batch_size x processes, the micro-batches are as few as can be, and smaller.
-
-    Raises:
-        ConfigError: If the global batch size has no sample for each process, or contradicts
-            `gradient_accumulation_steps`.
     """
     accumulation, total = settings.gradient_accumulation_steps, settings.global_batch_size
     if total is None:
@@ -720,12 +700,9 @@ RANK_LOCAL_SETTINGS = ("callbacks", "callback_options", "loggers", "device", "nu
 
 
 def check_same_on_ranks(ranks: Ranks, described: Mapping[str, Any]) -> None:
-    """Compare the arguments of all ranks, except those that may differ.
+    """Raise DistributedError on all ranks if their arguments differ, except those that may.
 
     Only the main rank uses `save_dir`, so the others may have another one; but either all ranks have one, or none.
-
-    Raises:
-        DistributedError: On all ranks; it names the arguments that differ, with the value on each rank.
     """
     common = {name: value for name, value in described.items() if name not in RANK_LOCAL_SETTINGS}
     if common.get("save_dir") is not None:
