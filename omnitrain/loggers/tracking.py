@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from omnitrain.compute.random_state import isolated_rng
 from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError, MissingExtraError, did_you_mean, is_disk_error
-from omnitrain.core.events import TrainerLike
+from omnitrain.core.events import Histogram, TrainerLike
 from omnitrain.core.files import replace_file
 from omnitrain.core.foreign_names import explain_call
 from omnitrain.core.metric_format import sort_for_display
@@ -36,15 +36,6 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 # Seconds between two attempts to open TensorBoard's file on a failing disk; each attempt leaves an empty file behind.
 RETRY_S = 30.0
-
-
-def dashboard_names(values: Mapping[str, float], kind: str) -> dict[str, float]:
-    """Return the values of a row under grouped names, without the step, which is the axis.
-
-    >>> dashboard_names({"step": 5, "loss": 0.1}, "train"), dashboard_names({"eval_dev_loss": 0.2}, "eval")
-    ({'train/loss': 0.1}, {'eval/dev_loss': 0.2})
-    """
-    return {f"{kind}/{name.removeprefix(f'{kind}_')}": value for name, value in values.items() if name != "step"}
 
 
 class Tracking(RowLogger):
@@ -215,14 +206,14 @@ class Tracking(RowLogger):
         self._record_sent(row)
         with _isolated_state():
             values: dict[str, Any] = {}
-            if row.kind != "report":
-                names = dashboard_names(sort_for_display(row.values), row.kind).items()
-                values = {name.replace("/", self._service.separator, 1): float(value) for name, value in names}
-            for name, value in row.values.items() if row.kind == "report" else ():
+            for name, value in sort_for_display(row.values).items():
                 if isinstance(value, str):
                     self._service.log_text(self._tracker, name, value, row.step)
-                elif not self._service.log_histogram(self._tracker, name, value, row.step):
-                    values |= histogram_stats(name, value)
+                elif isinstance(value, Histogram):
+                    if not self._service.log_histogram(self._tracker, name, value, row.step):
+                        values |= histogram_stats(name, value)
+                elif name != "step":  # which is the axis
+                    values[row.kind + self._service.separator + name.removeprefix(f"{row.kind}_")] = float(value)
             if row.kind == "test":
                 self._service.log_test(self._tracker, values, row.step)
             elif values:
