@@ -1,7 +1,7 @@
 """Records how objects were built, so that a configuration can rebuild them.
 
 A model or a dataset does not know its arguments. `instantiate` builds one by the name of its class or function, and
-records both; callbacks and algorithms record their arguments themselves. `to_config` returns the records as plain
+records both; callbacks and algorithms record their arguments themselves. `TrainerConfig` has the records as plain
 values. Files are read in `reading.py`.
 """
 
@@ -57,9 +57,8 @@ def instantiate(class_path: str, init_args: Mapping[str, Any] | Sequence[Any] = 
     Raises:
         ConfigError: If there is nothing of this name.
 
-    >>> model = instantiate("torch.nn.Linear", {"in_features": 4, "out_features": 2})
-    >>> to_config(model)
-    {'class_path': 'torch.nn.Linear', 'init_args': {'in_features': 4, 'out_features': 2}}
+    >>> instantiate("torch.nn.Linear", {"in_features": 4, "out_features": 2})  # Trainer(model=...)
+    Linear(in_features=4, out_features=2, bias=True)
     """
     return make_part(class_path, import_object(class_path), init_args, seed)
 
@@ -67,12 +66,7 @@ def instantiate(class_path: str, init_args: Mapping[str, Any] | Sequence[Any] = 
 def make_part(class_path: str, function: Any, init_args: Any, seed: int, config: Any = None) -> Any:
     """Call a class or function under a seed, and record how its result was built.
 
-    Args:
-        class_path: Its dotted path.
-        function: The thing itself.
-        init_args: Its arguments, by name or by position.
-        seed: The seed of all random numbers inside.
-        config: The arguments as plain values, if they differ.
+    `config` has the arguments as plain values, if they differ from `init_args`.
     """
     with isolated_rng(seed=seed):
         instance = function(**init_args) if isinstance(init_args, Mapping) else function(*init_args)
@@ -94,17 +88,11 @@ def _forget(number: int, _: Any = None) -> None:
     _origins.pop(number, None)
 
 
-def to_config(value: Any) -> Any:
-    """Return plain values from which `omnitrain train` builds an equal object; "???" where there are none."""
-    return _ConfigWriter({}, seed=42).convert(value, ())
-
-
 class _ConfigWriter:
-    """Converts objects into plain values from which `omnitrain train` builds equal ones.
+    """Converts objects into plain values from which `omnitrain train` builds equal ones, as far as it can.
 
-    Args:
-        missing: Gets the reason for each object that cannot be written, by its place; the result has "???" there.
-        seed: The seed of the trainer; the result has those of objects with another one.
+    `missing` gets the reason for each object that it cannot, by its place. Objects with another seed than `seed`, that
+    of the trainer, are written with theirs.
     """
 
     def __init__(self, missing: Missing, seed: int) -> None:
@@ -230,12 +218,7 @@ class TrainerConfig:
 
     @classmethod
     def of(cls, trainer: Any, arguments: Mapping[str, Any]) -> TrainerConfig:
-        """Return the configuration of a trainer.
-
-        Args:
-            trainer: The trainer, whose constructor has not run yet.
-            arguments: The arguments of the call, by name.
-        """
+        """Return the configuration of a trainer, whose constructor has not run yet, from its arguments."""
         arguments = {name: to_python_scalar(value) for name, value in arguments.items()}
         seed = arguments.get("seed", getattr(arguments.get("training_args", arguments.get("args")), "seed", 42))
         kind, missing = type(trainer), Missing()

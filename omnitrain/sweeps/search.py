@@ -132,15 +132,16 @@ class SearchResult(ResultView):
         scores: dict[str, list[float]] = {}
         params_by_group: dict[str, dict[str, Any]] = {}
         for trial in self.trials:
-            params = {name: value for name, value in trial.params.items() if not _is_seed(name)}
+            # `trainer.seed` of a command line too
+            params = {name: value for name, value in trial.params.items() if name.rpartition(".")[2] != "seed"}
             if trial.state == "complete" and trial.score is not None and len(params) < len(trial.params):
                 group = json.dumps(params, sort_keys=True)
                 params_by_group[group] = params
                 scores.setdefault(group, []).append(trial.score)
-        means = [
-            SeedMean(params_by_group[group], statistics.fmean(values), _deviation(values), len(values))
-            for group, values in scores.items()
-        ]
+        means = []
+        for group, values in scores.items():
+            deviation = statistics.stdev(values) if len(values) > 1 else None
+            means.append(SeedMean(params_by_group[group], statistics.fmean(values), deviation, len(values)))
         return sorted(means, key=lambda mean: mean.mean, reverse=self.direction == "max")
 
     def table(self) -> str:
@@ -558,14 +559,8 @@ class _Search:
 class _Journal:
     """The journal of a search in a file, for optuna's JournalStorage: JSON, a line for each entry, with its number.
 
-    One process writes it, which holds the lock of the folder. While the disk fails, entries are kept in memory.
-
-    Args:
-        path: The file. An incomplete last line, of a killed process, is dropped.
-
-    Raises:
-        CheckpointError: A line is damaged or missing.
-        OSError: It is a link, or cannot be read.
+    One process writes it, which holds the lock of the folder. While the disk fails, entries are kept in memory. An
+    incomplete last line, of a killed process, is dropped; any other damage is a CheckpointError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -678,14 +673,6 @@ def _damage_error(file: Path, problem: str) -> CheckpointError:
 
 def _one_line_error(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _is_seed(name: str) -> bool:
-    return name.rpartition(".")[2] == "seed"  # `trainer.seed` of a command line too
-
-
-def _deviation(values: list[float]) -> float | None:
-    return statistics.stdev(values) if len(values) > 1 else None
 
 
 def _scores_of_complete(trials: Iterable[SearchTrial]) -> dict[int, float | None]:
