@@ -49,11 +49,7 @@ _SHARD = re.compile(r"/rank-\d{5,}(\.\d+)?\.safetensors$")
 
 
 def ls(path: Path) -> None:
-    """Print one row per checkpoint: its position in the run, its score, and whether it is complete.
-
-    Args:
-        path: A run folder or a checkpoint. Only sizes are compared; `verify` checks contents.
-    """
+    """Print one row per checkpoint of a run. Only sizes are compared; `verify` checks contents."""
     store, folders = find_checkpoints(path)
     pointers: dict[str, list[str]] = {}
     for which in ("last", "best"):
@@ -82,11 +78,7 @@ def ls(path: Path) -> None:
 
 
 def verify(path: Path) -> int:
-    """Compare every file of one checkpoint, or of all checkpoints of a run, with its hash.
-
-    Returns:
-        The exit code: 0, or 1 if files are missing or damaged, which are named.
-    """
+    """Compare the files of one checkpoint, or of all of a run, with their hashes; return 1 if any is damaged."""
     checkpoints = verify_files(path)
     for checkpoint in checkpoints:
         for problem in checkpoint.problems:
@@ -99,13 +91,7 @@ def verify(path: Path) -> int:
 
 
 def show(path: Path, as_json: bool = False) -> None:
-    """Print a checkpoint's information about the run, and its tensors.
-
-    Args:
-        path: A run folder, for its last checkpoint, or a checkpoint.
-        as_json: Whether to print one JSON object instead of tables; its "tensors" are the names, dtypes and shapes in
-            each file or group of shards.
-    """
+    """Print a checkpoint's information about the run, and its tensors; as JSON with the tensors of each file."""
     folder, content = resolve_checkpoint(path)
     frozen, tensors = content.get("frozen") or {}, _read_tensors(folder, content)
     sections = {title: content.get(title) or {} for title in ("progress", "objective", "settings")}
@@ -152,15 +138,7 @@ def _read_tensors(folder: Path, content: Mapping[str, Any]) -> dict[str, tuple[d
 
 
 def record(path: Path) -> None:
-    """Print the starts of a run, everything known of the last one, and its changes from the one before.
-
-    Args:
-        path: A run folder, or a checkpoint for the start that wrote it.
-
-    Raises:
-        ConfigError: It has no record of a start.
-        CheckpointError: It cannot be read.
-    """
+    """Print the starts of a run, everything known of the last one, and its changes from the one before."""
     starts = read_starts(path / RUN_FILE) or _read_record(path)
     rows = []
     for number, start in enumerate(starts, 1):
@@ -206,18 +184,9 @@ def _read_record(path: Path) -> list[dict[str, Any]]:
 def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | None = None) -> None:
     """Write the weights of a checkpoint, with the files to open them, to a new folder.
 
-    `from_pretrained` of transformers opens the folder of a transformers model, that of PEFT if it has adapters.
-
-    Args:
-        path: A checkpoint, or a run, for its last checkpoint.
-        out: A new folder.
-        merge: The folder of the base model with which to merge adapters, or to join weights trained next to frozen
-            ones; True if the checkpoint has the base.
-        adapter: Which of several adapters to merge; None if there is one.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, has no weights, or they belong to another base.
-        ConfigError: `out` exists and is not an empty folder, or there is nothing to merge, or something is missing.
+    `from_pretrained` of transformers opens the folder of a transformers model, that of PEFT if it has adapters. `merge`
+    is the folder of a base model, with which adapters are merged and weights joined; True if the checkpoint has the
+    base.
     """
     folder, content = resolve_checkpoint(path)
     parts = [WEIGHTS] if WEIGHTS in content["files"] else [name for name in content["files"] if _PART.fullmatch(name)]

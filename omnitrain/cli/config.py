@@ -37,20 +37,7 @@ def train(
     plan: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Train a configuration from files and options, and return the exit code.
-
-    Args:
-        words: Configuration files, later ones over earlier ones, then options such as --trainer.epochs 3.
-        resume: The folder or address of a run or checkpoint to resume.
-        trust: Whether modules may be imported that are neither installed nor in the current folder.
-        print_config: Whether only to print the configuration.
-        check: Whether only to check data, model and loss; the exit code is 1 if faults were found.
-        plan: Whether only to print the plan of the run; the exit code is 1 if something does not fit.
-        as_json: Whether to print these as JSON.
-
-    Raises:
-        ConfigError: If something is wrong; nothing was built or written.
-    """
+    """Train a configuration from files and options, or only print, check or plan it; return the exit code."""
     files, pairs = parse_words(words)
     if as_json and not check and not plan:
         raise ConfigError("--json is for the result of --check or --plan. Add one of them.")
@@ -73,11 +60,7 @@ def train(
 
 
 def check(words: Sequence[str], trust: bool) -> None:
-    """Check a configuration without building anything.
-
-    Raises:
-        ConfigError: With all errors.
-    """
+    """Check a configuration without building anything, and raise ConfigError for all that is wrong."""
     raise_all(_make_config(*parse_words(words), None, trust).check())
     print("Nothing is wrong.")
 
@@ -183,19 +166,7 @@ def sweep(
     save_dir: Path | None,
     trust: bool,
 ) -> None:
-    """Train once for each of many values, and print the results; the same command resumes an unfinished sweep.
-
-    Args:
-        words: As for `train`; options with several values, `1e-4,3e-4` or `{low: 1e-5, high: 1e-2}`, are searched.
-        trials: How many trials in all.
-        sampler: Chooses the values: "tpe", "random" or "grid".
-        pruner: Stops bad trials: "median" or "none".
-        save_dir: The folder of the sweep.
-        trust: Whether modules may be imported that are neither installed nor in the current folder.
-
-    Raises:
-        ConfigError: If something is wrong; nothing was built or written.
-    """
+    """Train once for each of many values, and print the results; the same command resumes an unfinished sweep."""
     files, pairs = parse_words(words)
     if not files:
         raise ConfigError("Name a file, such as config.yaml.")

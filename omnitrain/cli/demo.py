@@ -24,14 +24,7 @@ _FILES = ("metrics.json", "metrics.jsonl", "curves.png", "model/model.safetensor
 def digits(trainer_class: type[BaseTrainer], out: Path, **changes: Any) -> BaseTrainer:
     """Train a small convolutional network on scikit-learn's 1,797 handwritten digits, and test it.
 
-    Args:
-        trainer_class: The trainer to use.
-        out: The folder for weights, metrics and curves.
-        changes: Arguments of the trainer that replace the demo's own.
-
-    Raises:
-        MissingExtraError: scikit-learn, which the images come with, is not installed.
-        ConfigError: The folder holds something else, or cannot be written.
+    `changes` are arguments of the trainer that replace the demo's own.
     """
     try:
         from sklearn.datasets import load_digits

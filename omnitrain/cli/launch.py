@@ -46,15 +46,7 @@ class Launch:
     max_restarts: int = 0
 
     def check(self, gpus: int = 0) -> None:
-        """Reject options that cannot work, before anything is started.
-
-        Args:
-            gpus: The number of GPUs of this machine.
-
-        Raises:
-            ConfigError: If the options contradict each other, the script does not exist, or there are too few GPUs.
-            MissingExtraError: If DeepSpeed is needed and not installed.
-        """
+        """Raise ConfigError for options that cannot work on a machine with so many GPUs."""
         min_machines, max_machines = self._machine_range()
         if self.processes < 1 or min_machines < 1 or self.max_restarts < 0:
             raise ConfigError(
@@ -103,11 +95,7 @@ class Launch:
         return [*words, *(["-m"] if self.is_module else []), self.script, *self.arguments]
 
     def environment(self, cores: int) -> dict[str, str]:
-        """Return the environment variables to set for the processes; all others stay unchanged.
-
-        Args:
-            cores: The number of cores of this machine, which the processes share.
-        """
+        """Return the environment variables to set for the processes, which share so many cores."""
         min_machines, max_machines = self._machine_range()
         variables = {}
         if min_machines == max_machines:
@@ -137,9 +125,6 @@ def start(launch: Launch) -> int:
     """Run the script on its processes, forward signals, and return an exit code as a shell would.
 
     It is that of the first process that failed, 0 if none did, and 128 plus the number of a signal that ended them.
-
-    Raises:
-        ConfigError, MissingExtraError: If the options cannot work; then nothing is started.
     """
     launch.check()  # most mistakes are reported before the slow import of torch
     import torch

@@ -34,15 +34,7 @@ def is_path(text: str) -> bool:
 
 
 def find(name: str, trust: bool) -> tuple[str, Any]:
-    """Return the dotted path of a class, function or object, and the object itself.
-
-    Args:
-        name: A dotted path, or a short name such as "EMA".
-        trust: Whether modules may be imported that are neither installed nor in the current folder.
-
-    Raises:
-        ConfigError: If there is nothing of this name, or its module is not trusted.
-    """
+    """Return the dotted path of a class, function or object, and the object itself; `name` may be short, as "EMA"."""
     if not is_path(name):
         modules = {module: importlib.import_module(module) for module in SHORT}
         for path, module in modules.items():
@@ -65,11 +57,7 @@ def find(name: str, trust: bool) -> tuple[str, Any]:
 
 
 def import_object(name: str) -> Any:
-    """Return the object at a dotted path: attributes of the innermost module that exists.
-
-    Raises:
-        ConfigError: If there is nothing.
-    """
+    """Return the object at a dotted path: attributes of the innermost module that exists."""
     words = name.split(".")
     for end in range(len(words) - 1, 0, -1):
         module = ".".join(words[:end])

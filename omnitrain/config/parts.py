@@ -49,11 +49,7 @@ _PLAIN_TYPES = frozenset(["None", "NoneType", "bytes", "dict", "Dict", "list", "
 
 
 def text_mode(annotation: Any, is_any_object: bool = False) -> Mode:
-    """Return what a text means as an argument with this annotation.
-
-    Args:
-        annotation: The type, or its source.
-        is_any_object: Whether `Any` stands for objects.
+    """Return what a text means as an argument with this annotation; `Any` may stand for objects.
 
     >>> [text_mode(kind) for kind in ("Callable[[list[int]], str] | None", int | str, "Iterable[Callback]")]
     ['function', 'text', 'object']
@@ -98,13 +94,9 @@ def _classes(annotation: Any) -> list[type]:
 
 
 class Parts:
-    """Builds the objects that a tree describes, or only checks whether they can be built.
+    """Builds the objects that a tree describes, or only checks whether they can be built, and collects errors.
 
-    Args:
-        tree: The values.
-        trust: As for `Config`.
-        seed: The seed of the random numbers while an object is built.
-        makes: Whether to build anything; if not, errors are collected.
+    `seed` is that of the random numbers while an object is built.
     """
 
     def __init__(self, tree: Tree, trust: bool, seed: int, makes: bool) -> None:
@@ -171,13 +163,7 @@ class Parts:
             self.errors.append(error)
 
     def value(self, value: Any, key: Key, mode: Mode) -> Any:
-        """Return what a value stands for.
-
-        Args:
-            value: Plain values.
-            key: Where they stand.
-            mode: What a text is there.
-        """
+        """Return what a plain value stands for, if a text there has the meaning `mode`."""
         result: Any = Placeholder()
         with self._collecting():
             if isinstance(value, Mapping) and ("class_path" in value or "import_path" in value):

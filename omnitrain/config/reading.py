@@ -40,11 +40,7 @@ _MISSING = object()
 
 
 def has_part_keys(value: Any) -> bool:
-    """Return whether a value is a mapping that describes an object.
-
-    >>> has_part_keys({"class_path": "my.Net"}), has_part_keys({"lr": 0.1})
-    (True, False)
-    """
+    """Return whether a value is a mapping that describes an object."""
     return isinstance(value, Mapping) and not value.keys().isdisjoint(PART_KEYS)
 
 
@@ -102,15 +98,9 @@ class Tree:
         self.locations |= other.locations
 
     def override(self, path: str, text: str | None, location: SourceLocation) -> None:
-        """Set one value from the command line, such as `trainer.callbacks.0.patience`.
+        """Set one value from the command line, such as `trainer.callbacks.0.patience`; the text None removes it.
 
-        Args:
-            path: Names and positions, separated by dots. `init_args` may be left out, and position 0 creates a list.
-            text: The value, as in a file; None removes the key.
-            location: The option.
-
-        Raises:
-            ConfigError: If a list has no such position, the key to remove does not exist, or the text is not YAML.
+        In the path, `init_args` may be left out, and position 0 creates a list.
         """
         self.put(path, _MISSING if text is None else parse_value(text, location), location)
 
@@ -166,11 +156,7 @@ class Tree:
     def resolve(self, keep: tuple[str, ...] = ()) -> None:
         """Replace references, such as `${trainer.seed}` and `${env:HOME}`, by the values that they refer to.
 
-        Args:
-            keep: With what the names of references begin that are left unchanged.
-
-        Raises:
-            ConfigError: If a reference has no target, or refers to itself.
+        References whose names begin with one of `keep` are left unchanged.
         """
         counter = itertools.count()
 
@@ -228,22 +214,14 @@ class Tree:
 
 
 def dotted_name(key: Key) -> str:
-    """Return a key as it is written on the command line.
-
-    >>> dotted_name(("trainer", "callbacks", 0, "patience"))
-    'trainer.callbacks.0.patience'
-    """
+    """Return a key as it is written on the command line."""
     return ".".join(map(str, key))
 
 
 def read(path: str | Path) -> Tree:
-    """Read a YAML file.
+    """Read a YAML file; errors have its name and the line.
 
     Numbers are those of YAML 1.2, such as `1e-4`; only `true` and `false` are booleans; dates stay text.
-
-    Raises:
-        ConfigError: If the file is missing, empty, not YAML, not a mapping, or has a key twice; with file and line.
-        MissingExtraError: If PyYAML is not installed.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")

@@ -281,11 +281,7 @@ def _coerce(value: Any, kind: str, where: str) -> Any:
 
 
 class _Conversion:
-    """The conversion of one file.
-
-    Args:
-        tree: The values of the file.
-    """
+    """The conversion of one file."""
 
     def __init__(self, tree: Tree) -> None:
         objects: list[str] = []

@@ -22,9 +22,6 @@ def apply_length_grouping(settings: Settings, args: Any, group_size: int) -> Set
     """Return the settings with the training set grouped by length, if the training arguments request it.
 
     A group is `group_size` samples, those of an optimizer step.
-
-    Raises:
-        ConfigError: If the data are no dataset with a length, or have a custom order.
     """
     strategy = enum_value(getattr(args, "train_sampling_strategy", ""))
     dataset: Any = settings.train_dataset if settings.train_loader is None else settings.train_loader
@@ -81,11 +78,7 @@ _LOADER_OPTIONS = (
 
 
 def undo_prepare(loader: Any) -> Any:
-    """Return the loader as it was before `accelerator.prepare`, which splits the data as the trainer does itself.
-
-    Raises:
-        ConfigError: If it is a loader of a stream, for which the split cannot be undone.
-    """
+    """Return the loader as it was before `accelerator.prepare`, which splits the data as the trainer does itself."""
     if not isinstance(loader, (DataLoaderShard, DataLoaderDispatcher)):
         return loader
     prepared: Any = loader.base_dataloader

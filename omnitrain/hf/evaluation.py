@@ -88,11 +88,7 @@ class Generation:
 
 
 def make_generation(args: Any, model: Any, metrics: Any, processing_class: Any) -> Generation | None:
-    """Set the model's generation config from transformers' arguments, and return a Generation if they request it.
-
-    Raises:
-        ConfigError: If the model cannot generate, or a metric by name would get generated tokens.
-    """
+    """Set the model's generation config from transformers' arguments; return a Generation if they request it."""
     if getattr(args, "generation_config", None) is not None:
         model.generation_config = transformers.Seq2SeqTrainer.load_generation_config(args.generation_config)
     if not getattr(args, "predict_with_generate", False) or args.prediction_loss_only:
@@ -174,11 +170,7 @@ class HFEvaluation(Evaluation):
     def with_options(
         self, ignored: Collection[str] | None, call: str = "train", options: Mapping[str, Any] | None = None
     ) -> Iterator[None]:
-        """Leave these keys of the model's output out of predictions, and use options of `model.generate`, inside.
-
-        Raises:
-            TypeError: If options were passed to `call`, and the training arguments do not support generation.
-        """
+        """Leave these keys of the model's output out of predictions, and use options of `model.generate`."""
         if options and not isinstance(self._training_args, transformers.Seq2SeqTrainingArguments):
             raise TypeError(
                 f"{call}() got an unexpected keyword argument {next(iter(options))!r}. Arguments of `model.generate` "

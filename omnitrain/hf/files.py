@@ -37,15 +37,9 @@ def check_stock_checkpoints(stock_checkpoints: Any, kwargs: Mapping[str, Any]) -
 def write_optimizer(backend: Backend, decaying: Collection[str] | None, steps: Mapping[str, Any], folder: Path) -> None:
     """Write the states of optimizer and schedule (`steps`) into a checkpoint.
 
-    Sharded state was gathered for the checkpoint's own file and is read from there: the main process briefly holds all
-    of it in memory, as with a stock Trainer.
-
-    Args:
-        backend: Has the optimizer.
-        decaying: The parameters with weight decay in transformers, which form a separate group in a stock Trainer; None
-            for an optimizer of the user's, whose groups stay unchanged.
-        steps: The state of the schedule.
-        folder: The folder of the checkpoint.
+    A stock Trainer has the parameters with weight decay (`decaying`) in a separate group; None leaves the groups
+    unchanged. Sharded state is read from the checkpoint's own file: the main process briefly holds all of it, as with a
+    stock Trainer.
     """
     optimizer = _optimizer_state(backend, decaying, folder)
     if len(optimizer["param_groups"]) > len(backend.optimizer.param_groups):

@@ -103,11 +103,7 @@ class HubTrainer(transformers.Trainer):
 
     @contextlib.contextmanager
     def _exclude_run_files(self) -> Iterator[None]:
-        """Limit transformers' uploads inside to the files that its own Trainer writes.
-
-        Raises:
-            OSError: The folder has a link to elsewhere, through which transformers would write.
-        """
+        """Limit transformers' uploads to the files that its own Trainer writes; a link is an error."""
         for path in Path(str(self.args.output_dir)).glob("*.*"):
             if path.is_symlink():
                 check_not_link(path)

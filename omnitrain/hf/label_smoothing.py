@@ -60,9 +60,7 @@ class SmoothedLoss:
 def set_smoothed_loss(args: Any, model: Any, kwargs: dict[str, Any]) -> None:
     """Set `kwargs["loss_fn"]` to the smoothed loss if transformers' arguments request it.
 
-    Raises:
-        ConfigError: If the loss is custom, which transformers would silently leave unsmoothed, or if the model computes
-            its loss in its forward pass, so that it is unknown whether it shifts labels.
+    A custom loss, which transformers would silently leave unsmoothed, is an error.
     """
     factor = getattr(args, "label_smoothing_factor", 0)
     if not factor:

@@ -49,10 +49,6 @@ def run_trial(engine: SearchTrainer, resume_from_checkpoint: str | None = None, 
     """Train a trainer like that of `engine` with the values of a trial, and set the objective on `engine`.
 
     A trial whose loss is not finite gets NaN as its objective: the backend counts it as failed, and continues.
-
-    Raises:
-        ConfigError: If the trial has a name that is not a training argument.
-        optuna.TrialPruned: If the backend has pruned the trial.
     """
     search_trainer: Any = engine.trainer
     args, kwargs = search_trainer._constructor_arguments
@@ -100,11 +96,7 @@ class SearchTrainer(HubTrainer):
         hp_name: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Search as transformers does, with a full run of a trainer like ours for each trial.
-
-        Raises:
-            ConfigError: If the search lacks an argument, or would not give the same result twice.
-        """
+        """Search as transformers does, with a full run of a trainer like ours for each trial."""
         trainer: Any = self.trainer
         for name, value, why in (
             ("model_init", trainer.model_init, "makes the model of each trial"),
@@ -145,9 +137,7 @@ class SearchTrainer(HubTrainer):
 class Trial:
     """The changes of one trial to a trainer, and the reporting of its evaluations.
 
-    Args:
-        engine: The engine that searches.
-        trial: The backend's trial: an object from optuna, or a dict of values.
+    `trial` is that of the backend: an object from optuna, or a dict of values. `engine` is the one that searches.
     """
 
     def __init__(self, engine: SearchTrainer, trial: Any) -> None:
@@ -183,15 +173,7 @@ class Trial:
         return changed
 
     def report(self, trial_engine: SearchTrainer, metrics: Mapping[str, float]) -> None:
-        """Report an evaluation to the backend.
-
-        Args:
-            trial_engine: The engine of the trial's trainer.
-            metrics: The metrics of the evaluation.
-
-        Raises:
-            optuna.TrialPruned: On all ranks, if the backend prunes the trial.
-        """
+        """Report an evaluation to the backend; if it prunes the trial, raise optuna's TrialPruned on all ranks."""
         trainer = trial_engine.trainer
         self.engine.objective = self.engine.compute_objective(dict(metrics))
         if trainer.ranks.on_main("the pruning of a trial", lambda: self._should_prune(trainer.progress.step)):

@@ -59,14 +59,7 @@ def histogram_stats(name: str, histogram: Histogram) -> dict[str, float]:
 
 
 class Pace:
-    """Decides which rows of training a logger writes: all, or one per interval.
-
-    Args:
-        every: The interval, as a number of steps or a duration such as "100ba" or "10m"; None is every row.
-
-    Raises:
-        ConfigError: If `every` is not a duration.
-    """
+    """Decides which rows of training a logger writes: all, or one per interval, such as "100ba" or "10m"."""
 
     def __init__(self, every: int | str | Duration | None = None) -> None:
         self._duration = None if every is None else Duration.parse(every, "ba", "every")

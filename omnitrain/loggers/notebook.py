@@ -49,11 +49,7 @@ def trainer_html(trainer: TrainerLike) -> str:
 
 
 class NotebookPanel:
-    """The display of one run in the output of a cell; each run has a separate one, so that none is lost.
-
-    Args:
-        first: The first lines.
-    """
+    """The display of one run in the output of a cell, below its first lines; each run has a separate one."""
 
     def __init__(self, first: Sequence[str]) -> None:
         from IPython.display import display
@@ -82,14 +78,7 @@ class NotebookPanel:
                     del points[1:-1:2]
 
     def refresh(self, fraction: float, status: str, metrics: MetricsDict, is_last: bool = False) -> None:
-        """Redraw the panel, at most about twice a second.
-
-        Args:
-            fraction: The completed fraction of the run, from 0 to 1.
-            status: The text next to the bar.
-            metrics: The history of the run.
-            is_last: Whether to redraw regardless of the time.
-        """
+        """Redraw the panel, at most about twice a second except at the end; `fraction` is completed."""
         time = perf_counter()
         if not is_last and time < self._next_refresh:
             return
@@ -118,11 +107,7 @@ def _pre_html(lines: Sequence[str]) -> str:
 
 
 def curve_svg(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """Return a plot of curves over the step as SVG; empty if none has two points.
-
-    Args:
-        curves: The points (step, value) of each curve by name.
-    """
+    """Return a plot of curves over the step as SVG; empty if none has two points."""
     drawn = {name: points for name, points in curves.items() if len(points) > 1}
     if not drawn:
         return ""

@@ -29,11 +29,7 @@ _REASONS = {
 def opening(trainer: TrainerLike, is_start: bool = True) -> list[str]:
     """Return three lines: the model and device, the length and optimizer, and the files of a run.
 
-    A trainer without training data has only the first line.
-
-    Args:
-        trainer: The trainer.
-        is_start: Whether a run starts, either resumed or fresh.
+    A trainer without training data has only the first line. `is_start` says that a run starts, either resumed or fresh.
     """
     config = trainer.resolved_config()
     line = _model_line(trainer, config)
@@ -43,12 +39,7 @@ def opening(trainer: TrainerLike, is_start: bool = True) -> list[str]:
 
 
 def closing(trainer: TrainerLike, error: BaseException | None = None) -> str:
-    """Return a line with the reason for the end of a run, its best evaluation, its checkpoint, and how to continue.
-
-    Args:
-        trainer: The trainer, at the end of the run.
-        error: The error that ended it, if any.
-    """
+    """Return a line with the reason for the end of a run, its best evaluation, its checkpoint, and how to continue."""
     lifecycle, progress = trainer.lifecycle, trainer.progress
     is_signal = trainer.stop_reason == "signal"
     if error is not None:

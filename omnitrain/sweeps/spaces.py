@@ -25,13 +25,7 @@ class _Dimension(NamedTuple):
 
 
 class Space:
-    """The parameters of a search by name.
-
-    Args:
-        space: A list, a dict or a function for each name; see `omnitrain.search`.
-
-    Raises:
-        ConfigError: A parameter cannot be searched.
+    """The parameters of a search by name: a list, a dict or a function for each; see `omnitrain.search`.
 
     >>> Space({"width": [8, 32], "depth": {"low": 1, "high": 3}}).points()[:2]
     [{'width': 8, 'depth': 1}, {'width': 8, 'depth': 2}]
@@ -54,11 +48,7 @@ class Space:
         return {name: dimension.description for name, dimension in self._dimensions.items()}
 
     def points(self) -> list[dict[str, Any]]:
-        """Return all combinations; the values of the last parameter change first.
-
-        Raises:
-            ConfigError: A parameter has infinitely many values, or there are too many combinations.
-        """
+        """Return all combinations, which must be finite; the values of the last parameter change first."""
         values: list[list[Any]] = []
         for name, dimension in self._dimensions.items():
             if dimension.values is None:
