@@ -467,36 +467,20 @@ class _Conversion:
     # --- evaluations and files
 
     def _evaluations(self) -> None:
-        """Convert the interval of evaluations; nnScaler evaluates before each save too, to score the checkpoint."""
+        """Convert the intervals of evaluations; nnScaler evaluates before each save too, to score the checkpoint."""
         if "eval_dataset" not in self.trainer and "eval_loader" not in self.trainer:
             return
-        save_steps, save_epochs = self.get("checkpoint.every_n_train_steps"), self.get("checkpoint.every_n_epochs")
-        is_saved = not self.get("checkpoint.no_save")
-        moments = {
-            "checkpoint.every_n_train_steps": is_saved and save_steps,
-            "val_every_n_train_steps": self.get("val_every_n_train_steps"),
-            "checkpoint.every_n_epochs": is_saved and (save_epochs or not save_steps),
-            "val_every_n_epochs": self.get("val_every_n_epochs", 1),
-        }
-        intervals = {key: int(number) for key, number in moments.items() if number}
-        if not intervals:
-            return
-        units = {key: "epochs" if key.endswith("epochs") else "steps" for key in intervals}
-        unit = next(iter(units.values()))
-        alike = [key for key in intervals if units[key] == unit]
-        # the shortest if it divides all others, else that of the saves
-        chosen = min(alike, key=lambda key: intervals[key])
-        if any(intervals[key] % intervals[chosen] for key in alike):
-            chosen = alike[0]
-        for key, number in intervals.items():
-            if units[key] != unit or number % intervals[chosen]:
-                self.note(key, f"nnScaler evaluates every {number} {units[key]} as well. Evaluations have one "
-                          f"interval, here {intervals[chosen]} {unit} by `{chosen}`. A callback may ask for others: "
-                          "trainer.request_evaluate().")  # fmt: skip
-        if unit == "steps":
-            self.trainer["eval_steps"] = self._written[chosen]
-        elif intervals[chosen] != 1:
-            self.trainer["eval_steps"] = f"{intervals[chosen]}ep"
+        steps, epochs = ["val_every_n_train_steps"], [self.get("val_every_n_epochs", 1)]
+        if not self.get("checkpoint.no_save"):
+            save_steps, save_epochs = "checkpoint.every_n_train_steps", self.get("checkpoint.every_n_epochs")
+            steps.insert(0, save_steps)
+            epochs.insert(0, save_epochs or int(not self.get(save_steps)))
+        intervals = [self._written[key] for key in steps if self.get(key)] + [
+            f"{number}ep" for number in epochs if number
+        ]
+        intervals = list(dict.fromkeys(intervals))
+        if intervals not in ([], ["1ep"]):
+            self.trainer["eval_steps"] = intervals if intervals[1:] else intervals[0]
 
     def _checkpoints(self) -> None:
         where = "checkpoint.resume_from"
@@ -605,20 +589,9 @@ def make_loader(
     sampler_args: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Build a loader as nnScaler does: from the dataset, the batch size and a sampler.
+    """Build a loader as nnScaler does: from the dataset, the batch size and a sampler, which a stream does not have.
 
     The sampler is for one process: each process of a run takes its share of the loader's batches.
-
-    Args:
-        loader: The class of the loader, or a function.
-        dataset: The dataset. A stream gets no sampler.
-        batch_size: Samples in a micro-batch.
-        sampler: The class of the sampler, or a function; None is PyTorch's DistributedSampler.
-        sampler_args: Its arguments other than `dataset`, `num_replicas` and `rank`.
-        **options: Other arguments of the loader.
-
-    Raises:
-        ConfigError: If a stream is to have a sampler.
     """
     from torch.utils.data import DistributedSampler, IterableDataset
 
