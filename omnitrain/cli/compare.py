@@ -121,13 +121,11 @@ def _read(path: Path) -> list[dict[str, Any]]:
     file = path / "metrics.jsonl" if path.is_dir() else path
     if not path.exists():
         raise ConfigError(f"There is no folder {str(path)!r}. Give the `save_dir` of a run.")
-    if not file.exists():
+    if not file.is_file():
         raise ConfigError(
             f"{str(path)!r} has no metrics.jsonl, which each run writes into its `save_dir`. Give the folder of a run, "
             "not of a checkpoint."
         )
-    if not file.is_file():
-        raise ConfigError(f"{str(file)!r} is not a file. Give the folder of a run.")
     if file.suffix == ".json":
         try:
             return _rows_of_history(MetricsDict.from_dict(json.loads(file.read_bytes())))

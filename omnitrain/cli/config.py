@@ -233,12 +233,12 @@ def _qualify_options(tree: Tree, pairs: Pairs) -> list[tuple[str, str | None]]:
     return placed
 
 
-def format_trainer_help(names: Sequence[str] = TRAINERS) -> str:
+def format_trainer_help() -> str:
     """Return the help on the trainers' arguments, read from their docstrings without importing them."""
     package = Path(__file__).resolve().parent.parent
     files = {"Trainer": "trainer/base.py", "AccelerateTrainer": "trainer/accelerated.py", "HFTrainer": "hf/trainer.py"}
     lines, documented = [], set[str]()
-    for name in names:
+    for name in TRAINERS:
         arguments = _read_arguments(package / files[name])
         arguments = {argument: words for argument, words in arguments.items() if argument not in documented}
         documented |= arguments.keys()

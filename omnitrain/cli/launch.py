@@ -39,7 +39,7 @@ class Launch:
     cpu: bool = False
     """Whether to use no GPUs."""
     is_module: bool = False
-    machines: int | str = 1
+    machines: int | str = "1"
     """The number of machines, or "MIN:MAX" for a run that continues as machines are lost and come back."""
     endpoint: str | None = None
     """The rendezvous of the machines: host:port of one of them."""

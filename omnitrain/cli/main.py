@@ -242,16 +242,12 @@ def _add_launch(commands: Any) -> None:
     way.add_argument("--zero", type=int, choices=(1, 2, 3), help="shard with DeepSpeed ZeRO, in this stage")
     add("--cpu", action="store_true", help="do not use GPUs; the default if there are none")
     about = "machines, or the fewest and the most of them; run the same command on each"
-    add("--nnodes", dest="machines", type=_machines, default=1, metavar="N|MIN:MAX", help=about)
+    add("--nnodes", dest="machines", default="1", metavar="N|MIN:MAX", help=about)
     add("--rdzv-endpoint", dest="endpoint", metavar="HOST:PORT", help="address of one of the machines, where all meet")
     add("--max-restarts", type=int, default=0, metavar="N", help="restart all processes if one dies, up to N times")
     add("-m", dest="is_module", action="store_true", help="run a module by its name, as with `python -m`")
     add("script", help="the script or module")
     add("arguments", nargs=argparse.REMAINDER, help="the arguments of the script")
-
-
-def _machines(text: str) -> int | str:
-    return int(text) if text.removeprefix("-").isdecimal() else text
 
 
 def _launch(args: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ MACHINES = "--rdzv-endpoint a:1 --max-restarts 3"
     # what follows the script belongs to it
     ("-n 2 --zero 3 a.py -n 7 --fsdp", Launch("a.py", ["-n", "7", "--fsdp"], 2, zero=3)),
     (f"-n 4 --fsdp --cpu --nnodes 2 {MACHINES} -m package.train --lr 1",
-     Launch("package.train", ["--lr", "1"], 4, True, None, True, True, 2, "a:1", 3)),
+     Launch("package.train", ["--lr", "1"], 4, True, None, True, True, "2", "a:1", 3)),
     (f"--nnodes 1:4 {MACHINES} a.py", Launch("a.py", [], machines="1:4", endpoint="a:1", max_restarts=3)),
 ])  # fmt: skip
 def test_launch_reads_options(words: str, expected: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
