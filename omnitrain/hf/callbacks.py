@@ -45,10 +45,7 @@ class CombinedControl:
 class TransformersCallbacks(CallbackHandler):
     """transformers' callbacks, in a list like that of a stock Trainer, after a `first` one of ours.
 
-    Args:
-        handler: The handler that transformers created, whose state is taken over.
-        args: The arguments that callbacks get, which differ from those of transformers' loop.
-        first: Gets each event before all others.
+    They get `args`, which differ from the arguments of transformers' loop.
     """
 
     def __init__(

@@ -52,7 +52,9 @@ class EngineLoop(Loop):
         if not self.lifecycle.stop:
             self.trainer.engine.run()
         elif self.checkpointer.is_resuming:  # a run that has ended
-            self.trainer.engine.restore_state()
+            engine = self.trainer.engine
+            engine.state = engine.current_state()
+            engine._load_callback_state()
 
     @property
     def has_rank_local_requests(self) -> bool:
@@ -232,11 +234,6 @@ class Engine(SearchTrainer):
         self._random_state = snapshot_rng(trainer.device) if trainer._checkpointer.is_resuming else None
         trial = self.search_trial and self.search_trial.trial
         self.output = self.train(resume_from_checkpoint=self._write_start_state(), trial=trial)
-
-    def restore_state(self) -> None:
-        """Restore transformers' history and the states of its callbacks if a run is resumed after its end."""
-        self.state = self.current_state()
-        self._load_callback_state()
 
     def _write_start_state(self) -> str | None:
         """Return a folder with the state that transformers needs to start at the current position; None at 0."""

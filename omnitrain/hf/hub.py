@@ -32,17 +32,6 @@ EXCLUDED_FILES = (
 )  # fmt: skip
 
 
-class _Api:
-    """The Hub's API with another `upload_folder`."""
-
-    def __init__(self, api: Any, upload_folder: Any) -> None:
-        self._api = api
-        self.upload_folder = upload_folder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._api, name)
-
-
 class HubTrainer(transformers.Trainer):
     """transformers' Trainer, which uploads complete checkpoints and the user's arguments."""
 
@@ -116,7 +105,12 @@ class HubTrainer(transformers.Trainer):
             upload = original().upload_folder if name == "hf_api" else original
             return upload(ignore_patterns=[*patterns, *EXCLUDED_FILES], **options)
 
-        setattr(module, name, (lambda: _Api(original(), upload_folder)) if name == "hf_api" else upload_folder)
+        def limited_api() -> Any:
+            api = copy.copy(original())
+            api.upload_folder = upload_folder
+            return api
+
+        setattr(module, name, limited_api if name == "hf_api" else upload_folder)
         try:
             yield
         finally:

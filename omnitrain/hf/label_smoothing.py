@@ -23,11 +23,8 @@ _CROSS_ENTROPIES = {"CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss", 
 class SmoothedLoss:
     """Cross entropy with label smoothing, averaged over all labels except -100.
 
-    This is the formula of transformers' LabelSmoother, which sums over the classes in float32 whatever the dtype.
-
-    Args:
-        factor: The share of each label's probability that is spread evenly over all classes.
-        shift: Whether scores are compared with the labels one position later, as in causal language models.
+    This is the formula of transformers' LabelSmoother, which sums over the classes in float32 whatever the dtype. With
+    `shift`, scores are compared with the labels one position later, as in causal language models.
 
     >>> round(float(SmoothedLoss(0.1)(torch.tensor([[2.0, 0.0]]), torch.tensor([0]))), 4)
     0.2269

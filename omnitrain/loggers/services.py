@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -113,7 +113,8 @@ class _Aim(Service):
 
     def log_histogram(self, tracker: Any, name: str, histogram: Histogram, step: int) -> bool:
         aim: Any = import_module("aim")
-        if not _has_equal_bins(histogram.edges):  # Aim supports only evenly spaced bins
+        widths = np.diff(histogram.edges)
+        if not np.allclose(widths, widths[0], rtol=1e-6, atol=0):  # Aim supports only evenly spaced bins
             return False
         limits = (float(histogram.edges[0]), float(histogram.edges[-1]))
         tracker.tracker.track(aim.Distribution(hist=list(histogram.counts), bin_range=limits), name=name, step=step)
@@ -250,12 +251,6 @@ class _TensorBoard(Service):
         )  # fmt: skip
         tracker.tracker.flush()
         return True
-
-
-def _has_equal_bins(edges: Sequence[float]) -> bool:
-    """Return whether all bins have the same width."""
-    width = (edges[-1] - edges[0]) / (len(edges) - 1)
-    return all(abs(edge - edges[0] - number * width) <= 1e-6 * width for number, edge in enumerate(edges))
 
 
 SERVICES: dict[str, Service] = {
