@@ -239,13 +239,9 @@ class Config:
         if "model_init" in parameters and self.arguments.get("model") is self.arguments.get("model_init") is None:
             missing.append("model")
         if missing:
-            remedies = {"model": "Write the path of its class and its arguments."}
             needs = f"{trainer_class.__name__} needs"
             return [
-                self.tree.error(
-                    ("trainer", name), f"{needs} `{name}`. {remedies.get(name, 'Write it under `trainer`.')}"
-                )
-                for name in missing
+                self.tree.error(("trainer", name), f"{needs} `{name}`. Write it under `trainer`.") for name in missing
             ]
         parts.build_arguments(trainer_class, self.arguments)
         return parts.errors

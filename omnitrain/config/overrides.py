@@ -92,19 +92,12 @@ def applied(overrides: Overrides) -> Iterator[None]:
         _count = count
 
 
-def _replacement_class(trainer: Any) -> type | None:
-    """Return the class that a trainer is to have instead of its own, which must be one of omnitrain's."""
-    name, kind = read_overrides().get("trainer"), type(trainer)
-    if name is None or name == kind.__name__ or not kind.__module__.startswith("omnitrain."):
-        return None
-    return import_object(f"omnitrain.{name}")
-
-
 def replace_class(trainer: Any, arguments: dict[str, Any]) -> bool:
-    """Make a trainer one of another class, if that is an override; arguments that it does not have are left out."""
-    kind: Any = _replacement_class(trainer)
-    if kind is None:
+    """Make a trainer of ours one of another class, if that is an override; arguments that it lacks are left out."""
+    name, own_class = read_overrides().get("trainer"), type(trainer)
+    if name in (None, own_class.__name__) or not own_class.__module__.startswith("omnitrain."):
         return False
+    kind: Any = import_object(f"omnitrain.{name}")
     training_args = (
         None if kind.__name__ == "HFTrainer" else arguments.pop("training_args", arguments.pop("args", None))
     )

@@ -226,7 +226,7 @@ def test_parts_are_seeded_and_preserve_rng_state(folder: Path) -> None:
     ({"callbacks": "EarlyStopping"}, "a.yaml:7: `callbacks` must be a list, got 'EarlyStopping'. Make it an"),
     ({"algorithms": {"a": 1}}, "a.yaml:7: `algorithms` must be a list, got {'a': 1}."),
     ({"loggers": 3}, "a.yaml:7: `loggers` must be a list, got 3."),
-    ({"model": None}, "a.yaml:2: Trainer needs `model`. Write the path of its class and its arguments."),
+    ({"model": None}, "a.yaml:2: Trainer needs `model`. Write it under `trainer`."),
     ({"callbacks": ["Throughput", {"patience": 1}]}, "a.yaml:9: `callbacks` holds objects, each named by a text"),
     ({"loggers": [3]}, "a.yaml:8: `loggers` holds objects, each named by a text"),
 ])  # fmt: skip
