@@ -82,7 +82,7 @@ def test_compare_skips_damaged_lines(runs: Path, caplog: pytest.LogCaptureFixtur
     assert len(next(iter(compare_runs("torn").runs.values()))) == 2
     path.unlink()
     path.mkdir()
-    with pytest.raises(ConfigError, match="has no metrics.jsonl"):
+    with pytest.raises(ConfigError, match="has no metrics"):
         compare_runs("a")
 
 
