@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from omnitrain.backends.backend import Backend
-from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Algorithm, find_overrides
 from omnitrain.data.loaders import Loader, by_name
 from omnitrain.data.stateful import preserve_state, stateful_parts
@@ -30,18 +29,6 @@ _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict)
 _MAX_BYTES, _MAX_ENTRIES, _MAX_NESTED = 1 << 24, 1 << 20, 1000
 # Packages whose objects keep nothing that a pass of a user's model changes.
 _LIBRARIES = ("accelerate", "builtins", "datasets", "numpy", "omnitrain", "pandas", "PIL", "tokenizers", "torch")
-
-
-def check_not_begun(loop: Loop, call: str) -> None:
-    """Raise ConfigError for a trainer that has trained, whose state is that of its run."""
-    lifecycle = loop.lifecycle
-    if lifecycle.is_running or lifecycle.progress.step or lifecycle.metrics["train_metrics_history"]:
-        raise ConfigError(
-            f"`{call}` is for the time before a run, and this trainer is at step {lifecycle.progress.step}. Call it "
-            "before `train()` or `load_checkpoint()`."
-        )
-    if loop.sets.train is None and not loop.has_custom_epoch:
-        raise ConfigError(f"There is nothing for `{call}` to look at: pass `train_dataset` or `train_loader`.")
 
 
 def rehearse(trainer: Any, call: str, options: dict[str, Any]) -> dict[str, Any]:

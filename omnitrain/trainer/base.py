@@ -809,9 +809,7 @@ class BaseTrainer(Hooks, ABC):
             ConfigError: If the run has begun, or there are no training data.
         """
         from omnitrain.diagnostics.check import check_run
-        from omnitrain.diagnostics.rehearsal import check_not_begun
 
-        check_not_begun(self._loop, "check()")
         with self._rehearsing("check()"):
             return check_run(self._loop, samples, seconds)
 
@@ -829,15 +827,21 @@ class BaseTrainer(Hooks, ABC):
             ConfigError: If the run has begun, there are no training data, or `device` is no size.
         """
         from omnitrain.diagnostics.plan import plan_run
-        from omnitrain.diagnostics.rehearsal import check_not_begun
 
-        check_not_begun(self._loop, "plan()")
         with self._rehearsing("plan()"):
             return plan_run(self._loop, device, ranks)
 
     @contextlib.contextmanager
     def _rehearsing(self, call: str) -> Iterator[None]:
         """Enter a call that runs parts of a run ahead of it, and resets the random numbers."""
+        lifecycle = self.lifecycle
+        if lifecycle.is_running or lifecycle.progress.step or lifecycle.metrics["train_metrics_history"]:
+            raise ConfigError(
+                f"`{call}` is for the time before a run, and this trainer is at step {lifecycle.progress.step}. Call "
+                "it before `train()` or `load_checkpoint()`."
+            )
+        if self._sets.train is None and not self._loop.has_custom_epoch:
+            raise ConfigError(f"There is nothing for `{call}` to look at: pass `train_dataset` or `train_loader`.")
         with self._calling(call, draws=True), isolated_rng(self.device):
             self._begin_run(resumes=True)
             try:

@@ -41,14 +41,9 @@ class Compiled(NamedTuple):
 
 def check_compilable(loop: Loop, steps: Any) -> None:
     """Reject compiling ahead where it would compile something else than the run."""
-    trainer, lifecycle = loop.trainer, loop.lifecycle
+    trainer = loop.trainer
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ConfigError(f"`steps` of `compile()` must be a positive integer, got {steps!r}.")
-    if lifecycle.is_running or lifecycle.progress.step or lifecycle.metrics["train_metrics_history"]:
-        raise ConfigError(
-            f"`compile()` is for the time before a run, and this trainer is at step {lifecycle.progress.step}. Call it "
-            "before `train()` or `load_checkpoint()`; a run that is resumed finds what it has compiled."
-        )
     overrides = [name for name in ("_train_epoch", "_train_step") if name in members_of_user(type(trainer))]
     if overrides:
         raise ConfigError(
@@ -56,8 +51,6 @@ def check_compilable(loop: Loop, steps: Any) -> None:
             "batch of each shape through `trainer.model_wrapped`, forward and backward, or leave it out: the run "
             "compiles."
         )
-    if loop.sets.train is None:
-        raise ConfigError("There is nothing to compile for: pass `train_dataset` or `train_loader`.")
 
 
 def compile_ahead(loop: Loop, steps: int) -> Compiled:

@@ -129,7 +129,7 @@ def test_compile_validates_steps_data_and_loop() -> None:
     for trainer, options, message in (
         (make(t16(), rows(8), custom), {}, r"cannot know what Own\._train_epoch runs"),
         (make(t16(), rows(8)), {"steps": 0}, r"`steps` of `compile\(\)` must be a positive integer, got 0"),
-        (make(t16()), {}, "nothing to compile for"),
+        (make(t16()), {}, r"nothing for `compile\(\)` to look at"),
     ):
         with pytest.raises(ConfigError, match=message):
             trainer.compile(**options)
