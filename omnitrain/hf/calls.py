@@ -37,7 +37,7 @@ from omnitrain.hf.arguments import resolve_alias, scheduler_factory
 from omnitrain.hf.callbacks import CombinedControl
 from omnitrain.hf.data import undo_prepare
 from omnitrain.hf.engine import Engine
-from omnitrain.hf.evaluation import replace_prefix
+from omnitrain.hf.evaluation import HFEvaluation, replace_prefix
 from omnitrain.metrics.scorer import make_scorer, scores_for
 from omnitrain.model.units import ModelUnit, StepOutput, metrics_in, run_unit, scores_in
 from omnitrain.trainer.base import BaseTrainer
@@ -131,6 +131,7 @@ class TransformersAPI(BaseTrainer):
     training_args: transformers.TrainingArguments | None
     processing_class: Any
     model_init: Any
+    _evaluation: HFEvaluation
     _new_model: Callable[..., nn.Module]
     _output_dir: Path | None
     _engine_args: transformers.TrainingArguments
@@ -265,8 +266,7 @@ class TransformersAPI(BaseTrainer):
         elif checkpoint is None and more is None:
             self._warn_earlier_run()
         self.engine.output, self.engine.is_in_train = None, False  # a run that failed has left it True
-        evaluation: Any = self._evaluation
-        with evaluation.with_options(ignore_keys_for_eval):
+        with self._evaluation.with_options(ignore_keys_for_eval):
             history = super().train(checkpoint, allow_change or (), more=more)
         return TrainResult(history, self._make_train_output())
 
@@ -366,7 +366,7 @@ class TransformersAPI(BaseTrainer):
             ignore_keys: Keys of the model's output to leave out of the predictions.
             generation: With `predict_with_generate`, arguments of `model.generate` such as `max_length`, `num_beams`.
         """
-        evaluation: Any = self._evaluation
+        evaluation = self._evaluation
         if evaluation.run_evaluation is not None:  # called by an override of this method, as part of the run
             return evaluation.evaluate_for_run()
         dataset = resolve_alias("dataset", dataset, "eval_dataset", eval_dataset)
@@ -409,7 +409,7 @@ class TransformersAPI(BaseTrainer):
             test_dataset: transformers' name for `dataset`.
             generation: With `predict_with_generate`, arguments of `model.generate` such as `max_length`, `num_beams`.
         """
-        evaluation: Any = self._evaluation
+        evaluation = self._evaluation
         dataset = resolve_alias("dataset", dataset, "test_dataset", test_dataset)
         if "get_test_dataloader" in self._overridden:
             dataset = undo_prepare(self.get_test_dataloader(dataset))
@@ -434,7 +434,7 @@ class TransformersAPI(BaseTrainer):
         Such an `evaluate` logs and calls the callbacks itself, as in transformers. `dataloader` is from
         `get_eval_dataloader` or `get_test_dataloader`. `description` is not used: our progress bar has its own text.
         """
-        evaluation: Any = self._evaluation
+        evaluation = self._evaluation
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         loader, request = self._sets.loader_for(undo_prepare(dataloader)), (metric_key_prefix, not loss_only)
         generation = vars(self).get("_gen_kwargs", {})  # set by subclasses written for Seq2SeqTrainer
@@ -597,16 +597,15 @@ class TransformersAPI(BaseTrainer):
 
     def _forward(self, model: nn.Module, batch: Any) -> StepOutput:
         if torch.is_grad_enabled():
-            return self._forward_for_training(model, batch)
+            is_custom = "compute_loss" in self._overridden
+            return self._forward_custom_loss(model, batch) if is_custom else super()._forward(model, batch)
         if "prediction_step" in self._overridden:
-            ignored = list(self._evaluation.ignored) or None  # type: ignore[attr-defined]
+            ignored = list(self._evaluation.ignored) or None
             loss, logits, labels = self.prediction_step(model, _shallow_copy(batch), False, ignored)
             return StepOutput(loss, logits, labels)
         return self._forward_for_eval(model, batch)
 
-    def _forward_for_training(self, model: nn.Module, batch: Any) -> StepOutput:
-        if "compute_loss" not in self._overridden:
-            return super()._forward(model, batch)
+    def _forward_custom_loss(self, model: nn.Module, batch: Any) -> StepOutput:
         labels = get_labels(batch, self.settings.label_names or ())
         loss, _, metrics = self._custom_loss(model, batch, self._step.weight)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -644,7 +643,7 @@ class TransformersAPI(BaseTrainer):
     def _forward_for_eval(self, model: nn.Module, batch: Any) -> StepOutput:
         """Return loss and outputs without `ignore_keys`."""
         labels = get_labels(batch, self.settings.label_names or ())
-        evaluation: Any = self._evaluation
+        evaluation = self._evaluation
         needs_loss = labels is not None or not evaluation.is_predicting
         metrics = None
         if "compute_loss" in self._overridden and needs_loss:

@@ -621,10 +621,9 @@ class HFTrainer(TransformersAPI):
         return optimizer
 
     def _finish_setup(self, lr_scheduler: Any = None, warmup_steps: Any = None) -> None:
-        generation = make_generation(
+        self._evaluation.generation = make_generation(
             self.training_args, unwrap(self.model), self.compute_metrics, self.processing_class
         )
-        self._evaluation.generation = generation  # type: ignore[attr-defined]
         super()._finish_setup(*self._schedule())
 
     def _schedule(self) -> tuple[Any, Any]:
