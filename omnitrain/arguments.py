@@ -352,7 +352,7 @@ def _is_integer(value: Any, least: int = 0, most: int = sys.maxsize) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
     """Return whether the value is a number that a float can hold; True and False are not."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
@@ -382,7 +382,7 @@ def _pattern_error(patterns: Any) -> str:
 
 
 def _is_loss_scale(scale: Any) -> bool:
-    is_listed = isinstance(scale, (tuple, list)) and len(scale) in (2, 3) and all(map(_is_finite, scale))
+    is_listed = isinstance(scale, (tuple, list)) and len(scale) in (2, 3) and all(map(is_finite, scale))
     return is_listed and 0 < scale[1] <= scale[0] and (len(scale) == 2 or (_is_integer(scale[2], 1)))
 
 
@@ -415,9 +415,9 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
      "True, False or a dict of options of torch.compile"),
     ("label_names", _is_names, "a list of the keys of labels, such as ['start_positions', 'end_positions']"),
     ("optimization_metric", lambda value: isinstance(value, str) and bool(value), "the name of a metric"),
-    ("learning_rate weight_decay delta", lambda value: _is_finite(value) and value >= 0,
+    ("learning_rate weight_decay delta", lambda value: is_finite(value) and value >= 0,
      "a finite number of at least 0"),
-    ("max_grad_norm", lambda value: _is_finite(value) and value > 0, "a positive number or None"),
+    ("max_grad_norm", lambda value: is_finite(value) and value > 0, "a positive number or None"),
     ("patience", lambda value: isinstance(value, (str, Duration)) or (_is_integer(value, -1) and value != 0),
      "a positive integer, a duration such as '20ba', or None"),
     ("save_only_model", lambda value: isinstance(value, bool) or value == "all_but_last",
@@ -491,7 +491,7 @@ def _check_groups(groups: Any) -> None:
                 f"{where} has both 'lr' and 'lr_scale', which are the rate and a factor of `learning_rate`. Give one."
             )
         for name in ("lr", "lr_scale", "weight_decay"):
-            if name in group and (not _is_finite(group[name]) or group[name] < 0):
+            if name in group and (not is_finite(group[name]) or group[name] < 0):
                 raise ConfigError(
                     f"{where}: {name!r} must be a finite number of at least 0, got {_repr(group[name])}. "
                     "Put parameters that should not train into `freeze`."
@@ -594,7 +594,7 @@ def _check_pairs(values: Mapping[str, Any]) -> None:
 def parse_seconds(name: str, value: Any) -> float:
     """Return the seconds of an argument that is a time: a number of seconds, or a string such as "10m"."""
     length = Duration.parse(value, "s", name)
-    if length.unit != "s" or not _is_finite(length.value):
+    if length.unit != "s" or not is_finite(length.value):
         raise ConfigError(f"`{name}` must be a time such as 600 (seconds), '10m' or '2h', got {_repr(value)}.")
     return float(length.value)
 

@@ -29,7 +29,7 @@ from omnitrain.checkpoint.run_record import RUN_FILE, read_starts
 from omnitrain.checkpoint.safetensors_header import read_header
 from omnitrain.checkpoint.store import MANIFEST
 from omnitrain.core.display import flatten
-from omnitrain.core.errors import CheckpointError, ConfigError, escape_unprintable
+from omnitrain.core.errors import CheckpointError, ConfigError, escape_unprintable, format_list
 from omnitrain.core.progress import Progress
 from omnitrain.diagnostics.verify import verify_files
 
@@ -328,7 +328,7 @@ def _print_frozen_differences(weights: Sequence[TensorFile], frozen: Sequence[Ma
     differing = [name for name in both if a[name] != b[name]]
     _print(f"\n{len(differing)} of {len(both)} tensors that did not train differ")
     if differing:
-        _print(f"{', '.join(differing[:MAX_ROWS])}{', ...' if len(differing) > MAX_ROWS else ''}")
+        _print(format_list(differing))
 
 
 def _print_weight_differences(a: TensorFile, b: TensorFile, frozen: Sequence[Collection[str]]) -> None:

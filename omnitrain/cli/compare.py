@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omnitrain.arguments import is_finite
 from omnitrain.core.display import ResultView, Table, create_panels, draw_curve
 from omnitrain.core.errors import ConfigError, ObjectiveError
 from omnitrain.core.history import MetricsDict, read_row
@@ -53,14 +53,14 @@ class RunComparison(ResultView):
         """Return the values that have a column: the loss, and those of evaluations and tests."""
         names = {
             name: 0.0 for rows in self.runs.values() for row in rows for name in row
-            if (name == "loss" if row["kind"] == "train" else name not in _NO_CURVE) and _is_number(row[name])
+            if (name == "loss" if row["kind"] == "train" else name not in _NO_CURVE) and is_finite(row[name])
         }  # fmt: skip
         return sorted(sort_for_display(names), key=lambda name: name.startswith("test_"))
 
     def _table(self) -> Table:
         names = self._names()
         ends = [max(rows, key=lambda row: row["step"]) for rows in self.runs.values()]
-        epochs = [f"{end['epoch']:.2f}" if _is_number(end.get("epoch")) else "-" for end in ends]
+        epochs = [f"{end['epoch']:.2f}" if is_finite(end.get("epoch")) else "-" for end in ends]
         columns: list[list[str]] = [list(self.runs), [str(end["step"]) for end in ends], epochs]
         for name in names:
             curves = [_points(rows, name) for rows in self.runs.values()]
@@ -153,7 +153,7 @@ def _rows_of_history(metrics: MetricsDict) -> list[dict[str, Any]]:
 def _points(rows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
     """Return step and value of each row that has a number under a name."""
     kind = {"loss": ("train",)}.get(name, ("eval", "test"))
-    return [(row["step"], row[name]) for row in rows if row["kind"] in kind and _is_number(row.get(name))]
+    return [(row["step"], row[name]) for row in rows if row["kind"] in kind and is_finite(row.get(name))]
 
 
 def _best(points: list[tuple[int, float]], name: str) -> tuple[int, float] | None:
@@ -174,7 +174,3 @@ def _direction(name: str) -> str | None:
 def _title(name: str) -> str:
     title = get_descriptor(name).title
     return name if title is None else f"{name.split('_')[0]} {title}" if name.startswith(("eval_", "test_")) else title
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 
+from omnitrain.arguments import check_switch
 from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint.contents import OPTIMIZER
 from omnitrain.checkpoint.safetensors_header import find_tensor_files
@@ -22,8 +23,7 @@ from omnitrain.core.errors import ConfigError
 
 def check_stock_checkpoints(stock_checkpoints: Any, kwargs: Mapping[str, Any]) -> None:
     """Raise ConfigError if `stock_checkpoints` is not True or False, or if the other arguments exclude it."""
-    if not isinstance(stock_checkpoints, bool):
-        raise ConfigError(f"`stock_checkpoints` must be True or False, got {stock_checkpoints!r}.")
+    check_switch("stock_checkpoints", stock_checkpoints)
     if stock_checkpoints and kwargs.get("save_dir") is None:
         raise ConfigError("`stock_checkpoints=True` needs a folder for checkpoints. Pass `save_dir`, or leave it out.")
     for name, reason in (

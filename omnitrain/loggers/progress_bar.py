@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
+from omnitrain.arguments import check_switch
 from omnitrain.core.duration import Duration
-from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Callback, Event, Histogram, TrainerLike
 from omnitrain.core.foreign_names import explain_call
 from omnitrain.core.metric_format import format_metric, sort_for_display
@@ -59,8 +59,7 @@ class ProgressBar(Callback):
     def __init__(
         self, enabled: bool | None = None, stream: TextIO | None = None, every: int | str | Duration | None = None
     ) -> None:
-        if enabled not in (True, False, None):
-            raise ConfigError(f"`enabled` must be True, False or None, got {enabled!r}.")
+        check_switch("enabled", enabled)
         self.enabled = enabled
         self.stream = stream
         self._pace = Pace(every)

@@ -51,10 +51,8 @@ def closing(trainer: TrainerLike, error: BaseException | None = None) -> str:
     parts = [f"{reason} at step {progress.step}, epoch {progress.epochs:.2f}, after {clock(progress.seconds)}"]
     metrics, best = trainer.metrics, trainer.metrics["best_valid"]
     if best and "best_step" in metrics:
-        key, place = (
-            trainer.objective.key(best),
-            f", {metrics['best_checkpoint']}" if "best_checkpoint" in metrics else "",
-        )
+        key = trainer.objective.key(best)
+        place = f", {metrics['best_checkpoint']}" if "best_checkpoint" in metrics else ""
         parts.append(f"best: {format_metric(key, best[key])} at step {metrics['best_step']}{place}")
     saved = lifecycle.saved_path or lifecycle.resumed_from
     keeps_all = trainer.settings.save_only_model is not True
@@ -62,19 +60,15 @@ def closing(trainer: TrainerLike, error: BaseException | None = None) -> str:
         parts.append(f"{'saved in' if lifecycle.saved_path else 'last saved in'} {_relative_path(saved)}")
     elif is_signal or error is not None:
         parts.append("nothing is saved" + ("" if trainer.save_dir else " without save_dir"))
+    outlives_signal = "ipykernel" in sys.modules or hasattr(sys, "ps1")  # the process of a notebook or a prompt
     if is_signal or error is not None or trainer.stop_reason == "requested":
         if saved is not None and keeps_all:
             parts.append('continue: trainer.train(resume_from="auto")')
-        elif error is None and trainer.total_steps is not None and (not is_signal or _is_interactive()):
+        elif error is None and trainer.total_steps is not None and (not is_signal or outlives_signal):
             parts.append(f'continue: trainer.train(more="{trainer.total_steps - progress.step}ba")')
     elif keeps_all:
         parts.append("continue: trainer.train(more=1)")
     return "end    " + "; ".join(parts)
-
-
-def _is_interactive() -> bool:
-    """Return whether this process outlives an interrupted run: that of a notebook or a prompt."""
-    return "ipykernel" in sys.modules or hasattr(sys, "ps1")
 
 
 def clock(seconds: float) -> str:

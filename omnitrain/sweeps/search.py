@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from omnitrain.arguments import describe
 from omnitrain.checkpoint.lock import Lock
+from omnitrain.checkpoint.remote import one_line_error
 from omnitrain.compute.random_state import derive_seed, isolated_rng
 from omnitrain.core.display import ResultView, Table, create_panels
 from omnitrain.core.errors import (
@@ -30,8 +31,8 @@ from omnitrain.core.errors import (
     DistributedError,
     MissingExtraError,
     Tolerance,
+    check_choice,
     check_number,
-    did_you_mean,
 )
 from omnitrain.core.events import Callback
 from omnitrain.core.files import check_not_link, replace_file
@@ -275,10 +276,8 @@ def _check_arguments(trials: Any, direction: Any, sampler: Any, pruner: Any, see
         ("sampler", sampler, _SAMPLERS, optuna.samplers.BaseSampler),
         ("pruner", pruner, _PRUNERS, optuna.pruners.BasePruner),
     ):
-        if value is not None and value not in known and not isinstance(value, kind):
-            near = did_you_mean(value, known) if isinstance(value, str) else ""
-            words = ", ".join(map(repr, known))
-            raise ConfigError(f"`{name}` must be one of {words}, or a {name} of optuna, got {value!r}.{near}")
+        if value is not None and not isinstance(value, kind):
+            check_choice(name, value, known, f", or a {name} of optuna")
 
 
 @dataclass
@@ -314,7 +313,7 @@ class _Search:
                 has_trained = has_trained or error is None
                 if error is None or has_trained:
                     continue
-                failures.append(f"trial {turn[0]}: {_one_line_error(error)}")
+                failures.append(f"trial {turn[0]}: {one_line_error(error)}")
                 if len(failures) == min(_MAX_FIRST_FAILURES, trials):
                     error.add_note(f"Every trial so far has failed: {'; '.join(failures)}")
                     raise error
@@ -402,7 +401,7 @@ class _Search:
                     error = ConfigError(f"No evaluation had a finite value of {self.metric!r}.")
             # if only this rank has failed, the others wait in another collective, which raises on all of them
             with self.ranks.collective_call("search()"):
-                errors = self.ranks.gather("the end of a trial", "" if error is None else _one_line_error(error))
+                errors = self.ranks.gather("the end of a trial", "" if error is None else one_line_error(error))
             message = next(filter(None, errors), "")
             self._on_main("the record of a trial", lambda: self._record(trainer, pruning.has_pruned, message))
             error = error or (DistributedError(message) if message else None)
@@ -411,7 +410,7 @@ class _Search:
                 trainer.backend.release()
             trainer = None  # the frame of an error outlives the call
         if error is not None:
-            logger.warning("Trial %d has failed: %s", number, _one_line_error(error), exc_info=error)
+            logger.warning("Trial %d has failed: %s", number, one_line_error(error), exc_info=error)
             traceback.clear_frames(error.__traceback__)  # they keep the model
         gc.collect()
         return error
@@ -449,7 +448,7 @@ class _Search:
             self.study = optuna.load_study(study_name=_STUDY_NAME, storage=self.storage, pruner=pruner)
             self._finished_trials()
         except Exception as error:
-            raise _damage_error(journal.path, f"its entries do not fit together ({_one_line_error(error)})") from error
+            raise _damage_error(journal.path, f"its entries do not fit together ({one_line_error(error)})") from error
         return settings
 
     def _check_settings(self, saved: dict[str, Any] | None, direction: str | None) -> dict[str, Any]:
@@ -669,10 +668,6 @@ def _damage_error(file: Path, problem: str) -> CheckpointError:
         f"{str(file)!r}, without which a search cannot be continued, is damaged: {problem}. Restore the file from a "
         "copy, or pass another `save_dir` for a new search."
     )
-
-
-def _one_line_error(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _scores_of_complete(trials: Iterable[SearchTrial]) -> dict[int, float | None]:

@@ -423,7 +423,7 @@ def test_search_continues_after_failed_trial_and_frees_models(tmp_path: Path) ->
     def make(params: dict[str, Any], folder: Path) -> Any:
         assert not [model for model in models if model() is not None]
         if folder.name == "trial-0000" and models:
-            raise ValueError("no such\nmodel")
+            raise ValueError("no such\nmodel, pwd=a")
         failing = acts_at(7, ZeroDivisionError("in step 7")) if folder.name == "trial-0002" else {}
         trainer = native(params, folder, **failing)
         models.append(weakref.ref(trainer.get_model()))
@@ -431,7 +431,7 @@ def test_search_continues_after_failed_trial_and_frees_models(tmp_path: Path) ->
 
     result = search(make, RATES, trials=4, save_dir=tmp_path)
     assert [(trial.state, trial.error) for trial in result.trials] == [
-        ("failed", "ValueError: no such model"), ("complete", ""), ("failed", "ZeroDivisionError: in step 7"),
+        ("failed", "ValueError: no such model, pwd=***"), ("complete", ""), ("failed", "ZeroDivisionError: in step 7"),
         ("complete", ""),
     ]  # fmt: skip
     assert [trial.step for trial in result.trials] == [0, 15, 7, 15]
