@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from omnitrain.compute.random_state import derive_seed
 from omnitrain.core.errors import ConfigError, DataError, check_number
 from omnitrain.core.events import Algorithm, TrainerLike
-from omnitrain.data.collation import as_probabilities, is_image, required_labels, with_labels
+from omnitrain.data.collation import as_probabilities, is_image, map_entries, required_labels, tensors_in, with_labels
 
 # Separates these random numbers from others of the same seed.
 _STREAM = 0x6D6978
@@ -53,23 +53,23 @@ class Mixing(Algorithm):
         partner = torch.arange(count, device=labels.device) ^ 1  # swaps 0 and 1, 2 and 3, ...
         if count % 2:
             partner[-1] = count - 1
-        entries = dict(batch.items() if isinstance(batch, Mapping) else enumerate(batch))
-        inputs = {
-            key: value for key, value in entries.items() if isinstance(value, torch.Tensor) and value is not labels
-        }
-        if not any(value.is_floating_point() for value in inputs.values()):
+        if not any(value.is_floating_point() for value in tensors_in(batch) if value is not labels):
             raise DataError(
                 f"{type(self).__name__} mixes inputs, and found no floating-point tensors in the batch: only "
                 "labels would be mixed. Leave it out for token ids, or scale images of integers to floats."
             )
-        mixed = entries | {key: self._mix(value, partner, share) for key, value in inputs.items()}
+
+        def mix(value: Any) -> Any:
+            is_input = isinstance(value, torch.Tensor) and value is not labels
+            return self._mix(value, partner, share) if is_input else value
+
         probabilities = labels
         if not labels.is_floating_point():
             if self.num_classes is None:
                 raise ConfigError(f"{type(self).__name__} needs `num_classes` for integer labels.")
             probabilities = as_probabilities(labels, self.num_classes)
-        mixed_batch = mixed if isinstance(batch, Mapping) else tuple(mixed.values())
-        return with_labels(mixed_batch, share * probabilities + (1 - share) * probabilities[partner], label_names)
+        mixed_labels = share * probabilities + (1 - share) * probabilities[partner]
+        return with_labels(map_entries(batch, mix), mixed_labels, label_names)
 
     def _draw_label_share(self, batch: Any, share: float, rng: random.Random) -> float:
         """Return the weight of a sample's label, as against its neighbor's, for a share from Beta(alpha, alpha)."""
@@ -132,8 +132,7 @@ class CutMix(Mixing):
         self._box = slice(0), slice(0)
 
     def _draw_label_share(self, batch: Any, share: float, rng: random.Random) -> float:
-        entries = batch.values() if isinstance(batch, Mapping) else batch
-        sizes = {tuple(entry.shape[-2:]) for entry in entries if is_image(entry)}
+        sizes = {tuple(tensor.shape[-2:]) for tensor in tensors_in(batch) if is_image(tensor)}
         if len(sizes) != 1:
             received = "none" if not sizes else f"those of sizes {sorted(sizes)}"
             raise DataError(

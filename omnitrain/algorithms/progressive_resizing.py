@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
 
 from omnitrain.core.errors import ConfigError, DataError, check_number
 from omnitrain.core.events import Algorithm, TrainerLike, share_of_run
-from omnitrain.data.collation import get_labels, is_image
+from omnitrain.data.collation import get_labels, is_image, map_entries, tensors_in
 
 
 class ProgressiveResizing(Algorithm):
@@ -64,10 +63,8 @@ class ProgressiveResizing(Algorithm):
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
         done = share_of_run(trainer, "ProgressiveResizing", trainer.progress.step)
         labels = get_labels(batch, trainer.settings.label_names or ())
-        entries = list(batch.values()) if isinstance(batch, Mapping) else batch
-        entries = entries if isinstance(entries, (tuple, list)) else [entries]
-        if not any(is_image(value) and value is not labels for value in entries):
-            shapes = [f"{value.dtype} of shape {tuple(value.shape)}" for value in entries if hasattr(value, "shape")]
+        if not any(is_image(tensor) and tensor is not labels for tensor in tensors_in(batch)):
+            shapes = [f"{tensor.dtype} of shape {tuple(tensor.shape)}" for tensor in tensors_in(batch)]
             raise DataError(
                 "ProgressiveResizing needs images, floating-point tensors of shape (samples, channels, height, width), "
                 f"and found {', '.join(shapes) or 'no tensors'} in the batch. Scale images of integers to floats, or "
@@ -76,12 +73,10 @@ class ProgressiveResizing(Algorithm):
 
         def rescale(value: Any) -> Any:
             if not is_image(value) or value is labels:
-                return value
+                return map_entries(value, rescale)
             size = [self.size_at(done, side) for side in value.shape[-2:]]
             if size == list(value.shape[-2:]):
                 return value
             return F.interpolate(value, size=size, mode="bilinear", align_corners=False, antialias=True)
 
-        if isinstance(batch, Mapping):
-            return {key: rescale(value) for key, value in batch.items()}
-        return tuple(map(rescale, batch)) if isinstance(batch, (tuple, list)) else rescale(batch)
+        return rescale(batch)
