@@ -7,12 +7,11 @@ import hashlib
 import logging
 import os
 import sys
-import threading
 import time
 from importlib.metadata import version
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -45,15 +44,11 @@ class CompileLock:
 
         Whoever waited builds too: that takes no time if the other process finished, and repairs it if it was killed.
         """
-        report = threading.Timer(
-            _REPORT_S, logger.warning, ("Waiting for another process that compiles in %s.", self._folder)
-        )
-        report.daemon = True
-        report.start()
         try:
+            self._lock.acquire(timeout=_REPORT_S)
+        except Timeout:
+            logger.warning("Waiting for another process that compiles in %s.", self._folder)
             self._lock.acquire()
-        finally:
-            report.cancel()
         return True
 
     def wait(self) -> None:
