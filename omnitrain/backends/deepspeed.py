@@ -123,13 +123,10 @@ def merge_config(plugin: Any, arguments: dict[str, Any]) -> None:
     for precision in ("fp16", "bf16"):
         setting = config.get(precision, {}).get("enabled", "auto")
         autocast = arguments.get("autocast")
-        if setting is True and autocast not in (None, precision):
+        if (setting is True and autocast not in (None, precision)) or (setting is False and autocast == precision):
             raise ConfigError(
-                f"The DeepSpeed configuration enables {precision}, and `autocast={autocast!r}`. Make them agree."
-            )
-        if setting is False and autocast == precision:
-            raise ConfigError(
-                f"The DeepSpeed configuration disables {precision}, and `autocast={autocast!r}`. Make them agree."
+                f"The DeepSpeed configuration {'enables' if setting else 'disables'} {precision}, and "
+                f"`autocast={autocast!r}`. Make them agree."
             )
         if setting is True:
             arguments["autocast"] = precision

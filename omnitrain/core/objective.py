@@ -7,12 +7,11 @@ from a gain (a checkpoint) or its absence (the end of the run).
 from __future__ import annotations
 
 import math
-import numbers
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from omnitrain.core.errors import CheckpointError, ConfigError, ObjectiveError, did_you_mean
+from omnitrain.core.errors import CheckpointError, ConfigError, ObjectiveError, check_number, did_you_mean
 from omnitrain.core.history import quote_names
 from omnitrain.core.metric_format import bare_name, get_descriptor
 
@@ -201,8 +200,7 @@ class Objective:
             raise ConfigError(f"`optimization_metric` must be the name of a metric, got {metric!r}.")
         if direction not in ("max", "min", None):
             raise ConfigError(f"`optimization_direction` must be 'max', 'min' or None, got {direction!r}.")
-        if isinstance(delta, bool) or not isinstance(delta, numbers.Real) or not (0 <= delta < math.inf):
-            raise ConfigError(f"`delta` must be a finite number of at least 0, got {delta!r}.")
+        check_number("delta", delta, least=0)
         self.metric: str = metric.removeprefix("eval_")
         self.source: str = "optimization_direction"
         if direction is None:
