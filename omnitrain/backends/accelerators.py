@@ -127,11 +127,7 @@ _DDP_OPTIONS: dict[str, type] = {
 
 
 def check_ddp_options(options: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of DDP, after a check of their names and values.
-
-    Args:
-        options: The argument `accelerator`.
-        arguments: Options by arguments of their own.
+    """Return the options of DDP in the argument `accelerator` and in others, after a check of names and values.
 
     Raises:
         ConfigError: If one is unknown, wrong, or given twice.
@@ -334,12 +330,7 @@ def _check_dimensions(parallelism_config: Any, is_zero: bool = False) -> None:
 
 
 def find_ranks(accelerator: Any, timeout: float | None = None) -> Ranks:
-    """Return the processes that the accelerator found; all trainers of a program share them.
-
-    Args:
-        accelerator: accelerate's `Accelerator`.
-        timeout: Seconds without progress until forming the process group fails; None is 30 minutes.
-    """
+    """Return the processes that the accelerator found, connected in `timeout` seconds; all trainers share them."""
     _check_dimensions(getattr(accelerator, "parallelism_config", None))
     if accelerator.num_processes == 1:
         return Ranks()

@@ -39,12 +39,7 @@ _SMALL_MODEL = 1 << 15
 class Backend:
     """One device. The loss scaler is disabled (`enabled=False`) unless the precision is fp16.
 
-    Args:
-        model: The user's model.
-        device: The device to put the model on.
-        scaler: The loss scaler.
-        build_optimizer: Returns the optimizer; called once the model is in place.
-        ranks: The ranks of the run.
+    `build_optimizer` is called once the model is in place.
 
     Attributes:
         model: The user's module, on every backend.

@@ -29,13 +29,8 @@ class LayerOrder:
 
     A rank that calls different layers gets parts of the wrong weights, or waits forever. At the end of each window,
     before the update, the order of its calls is compared. In windows 0, 1, 2, 4, 8, ... each call is also compared
-    before it runs, which takes an exchange per layer.
-
-    Args:
-        ranks: The ranks of the run.
-        layers: The layers, by name.
-        remedy: Another remedy for the error, of the backend.
-        is_collective: Whether a call of this layer gathers weights.
+    before it runs, which takes an exchange per layer. `is_collective` tells whether a call of a layer gathers weights;
+    `remedy` is one more remedy for the error.
     """
 
     def __init__(
@@ -103,11 +98,7 @@ class LayerOrder:
 
 
 def check_gradients(ranks: Ranks, names: Sequence[str]) -> bool:
-    """Return whether all ranks are about to reduce gradients of the same parameters in the same order.
-
-    Args:
-        ranks: The ranks of the run.
-        names: The names of the parameters, in the order of their gradients.
+    """Return whether all ranks are about to reduce gradients of the same parameters, `names`, in the same order.
 
     Raises:
         DistributedError: On all ranks, if they are gradients of different parameters.

@@ -26,12 +26,7 @@ class CompileLock:
     """A lock of the system instead of torch's `FileBaton`, with the same methods.
 
     torch's lock is a file: a process that is killed leaves it behind, and every later one waits for it forever. This
-    one is released when its process ends, however it ends.
-
-    Args:
-        lock_file_path: Where torch would put its file; the lock is on a file next to it.
-        wait_seconds: Has no effect; torch passes it.
-        warn_after_seconds: Has no effect; torch passes it.
+    one is released when its process ends, however it ends. It is on a file next to torch's.
     """
 
     def __init__(self, lock_file_path: str, wait_seconds: float = 0.1, warn_after_seconds: float | None = None) -> None:

@@ -34,9 +34,6 @@ class Runner(nn.Module):
 
     The wrappers do their part of a step only if the forward pass goes through their own `forward`. A unit that holds
     the user's model calls that directly, so the call of the unit must go through the wrapper.
-
-    Args:
-        model: The user's model, compiled or not.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -158,11 +158,7 @@ def fill_config(
 
 
 def deepspeed_scheduler(content: Mapping[str, Any], **automatic: Any) -> Any:
-    """Return the 'scheduler' of a DeepSpeed configuration as a callable of the optimizer.
-
-    Args:
-        content: The type and params of the scheduler.
-        automatic: The values for params that are "auto".
+    """Return the 'scheduler' of a DeepSpeed configuration as a callable of the optimizer; `automatic` is for "auto".
 
     Raises:
         ConfigError: If DeepSpeed has no such schedule.

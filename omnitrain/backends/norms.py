@@ -42,11 +42,8 @@ def match_norm_dtypes(model: nn.Module, param_dtype: torch.dtype | None = None) 
     """Have the normalization layers of a model accept 16-bit weights with fp32 inputs or statistics, on a CPU.
 
     PyTorch's kernels for CPUs reject such a mix ("expected scalar type BFloat16 but found Float"), those for GPUs
-    compute it. The parameters stay unchanged, and so do layers whose weights have more bits.
-
-    Args:
-        model: The model.
-        param_dtype: The dtype in which weights are gathered for forward; None for their own.
+    compute it. The parameters stay unchanged, and so do layers whose weights have more bits, as they are or, with
+    `param_dtype`, as they are gathered for a forward pass.
     """
     for module in model.modules():
         dtypes = [param_dtype or parameter.dtype for parameter in module.parameters(recurse=False)]

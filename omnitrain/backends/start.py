@@ -70,11 +70,6 @@ class WeightInitializer:
 
     All ranks create it at the same place: they agree on the source of each tensor before the first is sent.
 
-    Args:
-        model: The user's model.
-        ranks: The ranks of the run.
-        initial: What `load_initial` left to be read, if it did.
-
     Attributes:
         is_materialized: Whether each rank has all of the tensors, and none is to be read.
         missing_error: Why the model cannot be used until a checkpoint is loaded; "" if it can.
@@ -225,12 +220,7 @@ class WeightInitializer:
 def initialize_missing(model: nn.Module, names: Collection[str]) -> dict[str, str]:
     """Initialize tensors on the meta device by the modules' own methods, in host memory.
 
-    Args:
-        model: The model.
-        names: The bare names of the tensors.
-
-    Returns:
-        The names of those that no module has initialized, and the classes of their modules.
+    Return the names of those that no module has initialized, and the classes of their modules.
     """
     bare, missing, present = unwrap(model), set[int](), list[Any]()
     for name, tensor in named_tensors(model):

@@ -68,11 +68,7 @@ _REDUCTIONS = {
 
 
 class LossScale(torch.amp.GradScaler):
-    """DeepSpeed's own fp16 loss scale, with the settings and the state of PyTorch's; disabled without one.
-
-    Args:
-        settings: The argument `fp16_loss_scale`.
-    """
+    """DeepSpeed's own fp16 loss scale, with the settings and the state of PyTorch's; disabled without one."""
 
     _CONFIG_KEYS = (
         "loss_scale",
@@ -89,11 +85,7 @@ class LossScale(torch.amp.GradScaler):
         self._scaler: Any = None
 
     def attach(self, scale: Any, config: Mapping[str, Any]) -> None:
-        """Use DeepSpeed's scale, and set it up unless its configuration does.
-
-        Args:
-            scale: DeepSpeed's `loss_scaler`.
-            config: The entry "fp16" of the configuration.
+        """Use DeepSpeed's `loss_scaler`, and set it up unless the entry "fp16" of its configuration does.
 
         Raises:
             ConfigError: If both the configuration and the argument set it.

@@ -9,14 +9,7 @@ from omnitrain.core.events import Callback, TrainerLike
 
 
 class Cadence(Callback):
-    """Requests logs, evaluations and checkpoints at their intervals, and the end of the run at its first limit.
-
-    Args:
-        limits: Where the run ends.
-        log: Interval of logs.
-        evaluate: Interval of evaluations; None without an evaluation set.
-        save: Interval of checkpoints; None if nothing is saved.
-    """
+    """Requests logs, evaluations and checkpoints at their intervals, and the end of the run at its first limit."""
 
     order = 0
 

@@ -216,10 +216,6 @@ def format_table(operations: Sequence[Any], rows: int) -> str:
     """Return a table of the slowest operations, and a line with the parts of the steps.
 
     Times are device times if anything ran on a device, otherwise host times.
-
-    Args:
-        operations: The result of a profiler's `key_averages()`.
-        rows: Number of operations in the table.
     """
     has_device = any(operation.self_device_time_total for operation in operations)
     parts: dict[str, float] = {}

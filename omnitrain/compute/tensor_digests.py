@@ -123,8 +123,7 @@ def digest_tensors(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor | Non
 def digest_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the digest of the rows of several tensors: the same in any order of the rows, and however they are split.
 
-    Args:
-        tensors: Tensors of the same device with equally many rows.
+    The tensors are of the same device, with equally many rows.
     """
     count = len(tensors[0])
     hashes = torch.zeros(count, dtype=torch.int64, device=tensors[0].device)

@@ -93,13 +93,7 @@ class Duration:
         return _multiples(progress, "ep", *_ratio(self.value)) > 0
 
     def has_passed(self, start: Progress, progress: Progress, limits: Limits | None = None) -> bool:
-        """Return whether a run has done at least this much from one position to another.
-
-        Args:
-            start: The first position.
-            progress: The second one.
-            limits: The end of the run, for a share of it.
-        """
+        """Return whether a run has done at least this much from `start` to `progress`, of a run with `limits`."""
         return any(
             (_exact_amount(progress, unit) - _exact_amount(start, unit)) * denominator >= numerator
             for unit, numerator, denominator in _intervals(self, limits)
@@ -259,11 +253,7 @@ class IntervalRule:
 
 
 def parse_interval(value: Interval, name: str) -> list[IntervalRule]:
-    """Read an interval as users write it.
-
-    Args:
-        value: The interval.
-        name: The argument's name, for the message.
+    """Read an interval as users write it, as the argument `name`.
 
     Raises:
         ConfigError: If it is empty, or a part of it cannot be read.
@@ -416,11 +406,7 @@ class Limits:
         """Return the optimizer steps of the run, or None if its limits do not determine them.
 
         Limits in tokens or seconds do not. If a limit falls inside an epoch, the steps are rounded up as if all had
-        the same size, so with a short last step the run may end one step earlier.
-
-        Args:
-            steps_per_epoch: Optimizer steps of one epoch; None for a stream of unknown length.
-            samples_per_epoch: Samples of one epoch; None for a stream of unknown length.
+        the same size, so with a short last step the run may end one step earlier. Data of unknown length have None.
         """
         totals: list[int] = []
         for duration in self.durations:

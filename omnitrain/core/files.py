@@ -81,10 +81,6 @@ def create_folder(path: Path) -> None:
 def open_file(path: str | Path, flags: int) -> int:
     """Return a descriptor as `os.open` does, but follow no link and wait for no pipe: an `opener` for `open`.
 
-    Args:
-        path: The file.
-        flags: As for `os.open`.
-
     Raises:
         OSError: It is a link, or no file, or cannot be opened.
     """

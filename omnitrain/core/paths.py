@@ -19,11 +19,7 @@ _MAX_NAME = 255
 
 
 def local_path(value: Any, name: str) -> Path:
-    """Return the user's path, with `~` expanded.
-
-    Args:
-        value: The value of the argument.
-        name: The name of the argument.
+    """Return the user's path, the argument `name`, with `~` expanded.
 
     Raises:
         ConfigError: If it is not a path, or not on a file system of this machine.

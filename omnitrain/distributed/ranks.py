@@ -154,10 +154,7 @@ class Ranks(Position):
     def check_equal(self, what: str, values: Mapping[str, Any], remedy: str) -> None:
         """Compare values that must be the same on all ranks: first digests, and the values only if these differ.
 
-        Args:
-            what: The subject of the message.
-            values: The values by name, as JSON types.
-            remedy: What to do about a difference.
+        They are JSON types by name; `what` is the subject of the message, and `remedy` its last sentence.
 
         Raises:
             DistributedError: On all ranks, with the differing values by rank.
@@ -336,13 +333,8 @@ def _numbers_to_requests(numbers: list[float]) -> Control:
 class ProcessRanks(Ranks):
     """The ranks of torch.distributed.
 
-    Exchanges run on the host through gloo, so none of them waits for a GPU; they are possible after `connect`.
-
-    Args:
-        store: A store that all ranks can reach.
-        rank: The number of this rank.
-        world_size: The number of ranks.
-        timeout: Seconds without progress until the start fails, at least a minute; None is 30 minutes.
+    Exchanges run on the host through gloo, so none of them waits for a GPU; they are possible after `connect`. All
+    ranks can reach the store. The start fails after `timeout` seconds without progress, at least a minute; None is 30.
     """
 
     def __init__(self, store: distributed_c10d.Store, rank: int, world_size: int, timeout: float | None = None) -> None:

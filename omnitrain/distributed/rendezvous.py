@@ -65,11 +65,9 @@ def watch_init_process_group(timeout: float | None) -> Iterator[str | None]:
 
 
 def connected_ranks(timeout: float | None = None, mesh: Any = None) -> ProcessRanks:
-    """Return the connected ranks of torch.distributed's group; all ranks call it at the same place.
+    """Return the connected ranks of torch.distributed's group, in a mesh; all ranks call it at the same place.
 
-    Args:
-        timeout: Seconds without progress until connecting fails; None is 30 minutes.
-        mesh: The `DeviceMesh` to lay them out in.
+    Connecting fails after `timeout` seconds without progress; None is 30 minutes.
     """
     global _ranks
     if _ranks is None or _ranks.world is not dist.group.WORLD:
@@ -81,14 +79,7 @@ def connected_ranks(timeout: float | None = None, mesh: Any = None) -> ProcessRa
 
 
 def reject_several_processes(trainer: str) -> None:
-    """Raise an error if this is one of several processes of a launch, each of which would train by itself.
-
-    Args:
-        trainer: The class of the trainer that runs on one process.
-
-    Raises:
-        DistributedError: If the environment, or the process group, has several processes.
-    """
+    """Raise DistributedError if a `trainer` of one process is in a launch of several: each would train by itself."""
     size = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else ""
     processes = int(size) if size.isdigit() else 1
     if dist.is_available() and dist.is_initialized():

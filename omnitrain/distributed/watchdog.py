@@ -243,14 +243,7 @@ def _progress(heartbeat: Heartbeat) -> tuple[int, int]:
 
 
 class Position:
-    """What a rank is doing.
-
-    Attributes:
-        phase: What this rank is doing during a call of the trainer: "data", "step" etc.
-        step: The number of its current step.
-        progress_count: Counts its progress; code that may take long increments it.
-        is_waiting: Whether it is waiting for other ranks in an exchange.
-    """
+    """What a rank is doing, in the fields of `Heartbeat`; code that may take long increments `progress_count`."""
 
     rank: int = 0
     world_size: int = 1
@@ -278,15 +271,11 @@ class Position:
 
 
 class _Judge:
-    """Logs which ranks make no progress, and finds those that end the run.
-
-    Attributes:
-        limit: Seconds without progress of any rank after which the current call ends.
-        silence_limit: Seconds without a heartbeat of a rank after which it ends too.
-    """
+    """Logs which ranks make no progress, and finds those that end the run."""
 
     def __init__(self, world_size: int, limit: float, only_silent: bool = False) -> None:
         self.detector = StallDetector(only_silent)
+        # Seconds without progress of any rank, or without a heartbeat of one, after which the current call ends.
         self.limit, self.silence_limit = limit, math.inf
         self._everywhere = "" if world_size == 1 else f" on all {world_size} processes"
 
@@ -331,12 +320,8 @@ class Watchdog:
     """Watches the ranks of a run from one of them, through a store that all can reach.
 
     It exists before any process group, and so watches the libraries that set up their communication too, which wait
-    forever, or for half an hour, for a rank that is gone.
-
-    Args:
-        position: What this rank is doing.
-        store: The store of torch.distributed.
-        timeout: Seconds without progress until the start fails, at least a minute; None is 30 minutes.
+    forever, or for half an hour, for a rank that is gone. The start fails after `timeout` seconds without progress, at
+    least a minute; None is 30 minutes.
 
     Attributes:
         has_ended: Whether the run has ended by an error.
