@@ -121,8 +121,7 @@ class MemoryMonitor(Callback):
         if not trainer.settings.async_save:
             self._begin_phase(trainer, "save")
 
-    def on_save_end(self, trainer: TrainerLike) -> None:
-        self._begin_phase(trainer, _TRAINING)
+    on_save_end = on_epoch_start
 
     def _begin_phase(self, trainer: TrainerLike, phase: str) -> None:
         """Store the peaks of the phase that ends, and reset them for the next one."""
