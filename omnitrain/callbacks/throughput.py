@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -14,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from omnitrain.compute.device_runtime import device_runtime
 from omnitrain.core.errors import check_number
 from omnitrain.core.events import Callback, Event, TrainerLike
-from omnitrain.core.progress import PHASES
+from omnitrain.core.progress import PHASES, Progress
 from omnitrain.data.sampling import share
 
 logger: logging.Logger = logging.getLogger("omnitrain")
@@ -36,23 +37,6 @@ _DENSE_16_BIT = {
     "RTX 4090": 165.2, "RTX 3090": 71.0,
 }  # fmt: skip
 _NO_BF16 = ("V100", "T4")
-
-
-class _Totals(NamedTuple):
-    """Totals of a run at a row of logs."""
-
-    seconds: float
-    phases: dict[str, float]
-    steps: int
-    samples: int
-    tokens: int
-
-    @classmethod
-    def of(cls, trainer: TrainerLike) -> _Totals:
-        """Return the present totals of a run."""
-        progress = trainer.progress
-        steps = progress.step + progress.skipped_steps
-        return cls(progress.seconds, dict(trainer.lifecycle.clock.seconds), steps, progress.samples, progress.tokens)
 
 
 class Throughput(Callback):
@@ -95,15 +79,15 @@ class Throughput(Callback):
         """Operations per token or sample, once known."""
         self.hardware_flops: float | None = flops
         """Operations per token or sample including recomputed activations."""
-        self._rows: deque[_Totals] = deque(maxlen=self.window + 1)
+        # The progress and the seconds of each phase at the latest rows.
+        self._rows: deque[tuple[Progress, dict[str, float]]] = deque(maxlen=self.window + 1)
         self._flops = {"forward": 0.0, "backward": 0.0}
         self._start_counts: tuple[int, int] = (0, 0)
         self._has_reported = False
 
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Start measuring, and report a model whose operations cannot be counted."""
-        self._rows.clear()
-        self._rows.append(_Totals.of(trainer))
+        self.on_checkpoint_loaded(trainer)
         if trainer.settings.compile and self.flops is None:
             self._report(trainer, "the operations of a compiled model cannot be counted. Pass `flops`.")
         if self.flops is not None or trainer.settings.compile:
@@ -112,7 +96,7 @@ class Throughput(Callback):
     def on_checkpoint_loaded(self, trainer: TrainerLike) -> None:
         """Take rates from a state on to which the run goes back."""
         self._rows.clear()
-        self._rows.append(_Totals.of(trainer))
+        self._rows.append(_totals(trainer))
 
     def on_step_start(self, trainer: TrainerLike) -> None:
         self._flops = {"forward": 0.0, "backward": 0.0}
@@ -147,17 +131,17 @@ class Throughput(Callback):
 
     def log_values(self, trainer: TrainerLike) -> Mapping[str, float]:
         """Return the rates since the oldest row of the window."""
-        last = _Totals.of(trainer)
-        first = self._rows[0] if self._rows else last
-        self._rows.append(last)
+        last, last_phases = _totals(trainer)
+        first, first_phases = self._rows[0] if self._rows else (last, last_phases)
+        self._rows.append((last, last_phases))
         elapsed = last.seconds - first.seconds
-        spent = {name: last.phases[name] - first.phases[name] for name in PHASES}
+        spent = {name: last_phases[name] - first_phases[name] for name in PHASES}
         training = elapsed - spent["evaluation"] - spent["saving"] - spent["setup"]
         if training <= 0.0:
             return {}
         samples, tokens, devices = last.samples - first.samples, last.tokens - first.tokens, trainer.world_size
         values = {
-            "steps_per_second": (last.steps - first.steps) / training,
+            "steps_per_second": (last.step + last.skipped_steps - first.step - first.skipped_steps) / training,
             "samples_per_second_per_device": samples / training / devices,
         }
         if tokens:
@@ -195,6 +179,10 @@ class Throughput(Callback):
         if trainer.is_main_process and not self._has_reported:
             logger.info("Throughput: %s", message)
         self._has_reported = True
+
+
+def _totals(trainer: TrainerLike) -> tuple[Progress, dict[str, float]]:
+    return copy.copy(trainer.progress), dict(trainer.lifecycle.clock.seconds)
 
 
 def peak_flops(name: str, precision: str) -> float | None:
