@@ -145,8 +145,6 @@ class TransformersAPI(BaseTrainer):
 
     # The threshold of an early stopping callback that was added.
     _early_stopping_threshold: float | None = None
-    # Which of `OVERRIDABLE` a subclass overrides.
-    _overridden: frozenset[str] = frozenset()
     # The metrics to log from the latest `compute_loss` of ours.
     _loss_metrics: Mapping[str, Any] | None = None
     # Whether a subclass is creating the optimizer.

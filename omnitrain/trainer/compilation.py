@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Algorithm, find_overrides
 from omnitrain.data.collation import tensors_in
+from omnitrain.data.loaders import by_name
 from omnitrain.data.sampling import Window
 from omnitrain.trainer.buffers import unchanged_buffers
 from omnitrain.trainer.hooks import members_of_user
@@ -71,11 +72,9 @@ def compile_ahead(loop: Loop, steps: int) -> Compiled:
                 for window, window_shapes in _windows_of_new_shapes(loop, steps):
                     shapes.setdefault("train", []).extend(window_shapes)
                     loop.step.dry_run(window)
-            if loop.lifecycle.evaluates:
-                loaders = loop.sets.eval if isinstance(loop.sets.eval, Mapping) else {"eval": loop.sets.eval}
-                for name, loader in loaders.items():
-                    batches = loop.evaluation.rehearse_batches(loader)
-                    shapes[name] = list(dict.fromkeys(map(_shape_of, batches)))
+            for name, loader in by_name(loop.sets.eval).items() if loop.lifecycle.evaluates else ():
+                batches = loop.evaluation.rehearse_batches(loader)
+                shapes[name or "eval"] = list(dict.fromkeys(map(_shape_of, batches)))
     finally:
         loop.lifecycle.progress = progress
         for algorithm, state in zip(trainer.algorithms, states, strict=True):

@@ -405,7 +405,7 @@ class Feed:
             and trainer.loss_mean.counts_unequally
             and self._reduction != "sum"
             and isinstance(trainer.unit, ModelUnit)
-            and "compute_loss" not in getattr(trainer, "_overridden", ())  # which is given the weight
+            and "compute_loss" not in trainer._overridden  # which is given the weight
         )
 
     def _weigh_rows(self, batch: Any) -> float:

@@ -168,7 +168,9 @@ class Hooks:
     algorithms: list[Algorithm]
     lr_scheduler: Any
     scheduler_interval: str
-    # of omnitrain/run: feed.Feed, step.Step, loop.Loop, which import this module
+    # The methods of transformers' trainer that a subclass of HFTrainer overrides.
+    _overridden: frozenset[str] = frozenset()
+    # feed.Feed, step.Step, loop.Loop, which import this module
     _feed: Any
     _step: Any
     _loop: Any

@@ -154,7 +154,7 @@ class _Probe:
         self.mean = mean
         self.names = trainer.settings.label_names or ()
         self.is_plain = type(trainer)._forward.__module__.startswith("omnitrain.") and not (
-            {"compute_loss", "prediction_step"} & set(getattr(trainer, "_overridden", ()))
+            {"compute_loss", "prediction_step"} & trainer._overridden
         )
         self.has_router = False
         """Whether the loss has a part that balances experts."""

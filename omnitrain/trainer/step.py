@@ -235,7 +235,7 @@ class Step:
         if self._needs_closure:
             self._check_closure()
         has_second_pass = self._needs_closure or bool(self._transforms["before_second_pass"])
-        if has_second_pass and "training_step" in getattr(self._trainer, "_overridden", ()):
+        if has_second_pass and "training_step" in self._trainer._overridden:
             raise ConfigError(
                 f"{trainer_class.__name__}.training_step is not called for micro-batches that are run again, as "
                 "`optimizer` or `algorithms` ask for. Put what it does into `compute_loss`, or leave one of them out."
@@ -582,11 +582,10 @@ class Step:
                 "depends on none of them: is it computed by another model than the one that was passed (by a `unit` "
                 "that holds its own, say), under torch.no_grad(), or were all of them frozen since?"
             )
-        names = {id(parameter): name for name, parameter in self._backend.model.named_parameters()}
         sparse, dense = dict[int, str](), dict[int, str]()
-        for parameter in self._backend.parameters:
+        for name, parameter in self._backend.model.named_parameters():
             if parameter.grad is not None:
-                (sparse if parameter.grad.is_sparse else dense)[id(parameter)] = names.get(id(parameter), "?")
+                (sparse if parameter.grad.is_sparse else dense)[id(parameter)] = name
         self._backend.check_layouts(sparse, dense)
         scheduler = self._trainer.lr_scheduler
         if not isinstance(scheduler, ScheduleLR) or not scheduler.follows:
