@@ -268,7 +268,7 @@ class MapLoader(Loader):
             self._snapshot = state
             self.fetch.update_columns()
             self.close()  # the workers have copies of the former dataset
-        samples = dataset.epoch_size if isinstance(sampler, DatasetOrder) else count_rows(dataset)
+        samples = dataset.epoch_size if isinstance(sampler, DatasetOrder) else len(self.fetch)
         samples = samples if self._subset is None else min(samples, self._subset)
         if size is not None and sampler.multiple_of == 1 and size <= samples:
             samples = size

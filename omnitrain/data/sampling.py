@@ -316,7 +316,36 @@ def pad_with_dummies(
         yield CountedBatch(make_dummy() if latest is None else latest.batch, 0)
 
 
-class Fetch:
+class Samples:
+    """The samples of a map-style dataset, or the rows of tensors, by index."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.columns: Any
+        self.rows: Any
+        self.update_columns()
+
+    def update_columns(self) -> None:
+        """Find the tensors of the dataset, which may have changed since the latest pass."""
+        self.columns, self.rows = tensor_columns(self.dataset)
+
+    def __len__(self) -> int:
+        if self.rows is not None or self.columns is None:
+            return len(self.dataset if self.rows is None else self.rows)
+        columns = self.columns.values() if isinstance(self.columns, dict) else self.columns
+        return len(columns if isinstance(columns, torch.Tensor) else next(iter(columns)))
+
+    def __getitem__(self, index: int) -> Any:
+        columns = self.columns
+        if columns is None:
+            return self.dataset[index]
+        row = index if self.rows is None else int(self.rows[index])
+        if isinstance(columns, dict):
+            return {name: column[row] for name, column in columns.items()}
+        return tuple(column[row] for column in columns) if isinstance(columns, tuple) else columns[row]
+
+
+class Fetch(Samples):
     """Fetches the samples of one micro-batch and collates them; random numbers depend only on the sample.
 
     Tensors are indexed once for the entire batch. Otherwise each sample is fetched with generators seeded by (seed,
@@ -327,21 +356,14 @@ class Fetch:
     """
 
     def __init__(self, dataset: Any, collate: Collate, seed: int, name: str = "the data") -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
         self.name = name
         self.collate = collate
         self.seed = seed
-        self.columns: Any
-        self.rows: Any
-        self.update_columns()
         self.drawn: list[Generator] = []
         self.drawn_in_collate: list[Generator] = []
         self._stacks = type(collate) is Collator  # which draws nothing
         self._has_batch_fetch = callable(getattr(dataset, "__getitems__", None))
-
-    def update_columns(self) -> None:
-        """Find the tensors of the dataset, which may have changed since the latest pass."""
-        self.columns, self.rows = tensor_columns(self.dataset)
 
     def __call__(self, epoch: int, indices: np.ndarray) -> Any:
         """Return the collated batch of the samples at `indices`; if there are none, that of the first sample.
@@ -510,29 +532,6 @@ def tensor_columns(
             return {key: _as_tensor(column) for key, column in dataset.items()}, None
         return tuple(map(_as_tensor, columns)), None
     return None, None
-
-
-class Samples:
-    """The samples of a map-style dataset, or the rows of tensors, by index."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-        self.columns, self.rows = tensor_columns(dataset)
-
-    def __len__(self) -> int:
-        if self.rows is not None or self.columns is None:
-            return len(self.dataset if self.rows is None else self.rows)
-        columns = self.columns.values() if isinstance(self.columns, dict) else self.columns
-        return len(columns if isinstance(columns, torch.Tensor) else next(iter(columns)))
-
-    def __getitem__(self, index: int) -> Any:
-        columns = self.columns
-        if columns is None:
-            return self.dataset[index]
-        row = index if self.rows is None else int(self.rows[index])
-        if isinstance(columns, dict):
-            return {name: column[row] for name, column in columns.items()}
-        return tuple(column[row] for column in columns) if isinstance(columns, tuple) else columns[row]
 
 
 def _is_column(value: Any) -> bool:
