@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from omnitrain.core.display import ProofResult, Table
-from omnitrain.diagnostics.data_checks import DataSample, describe_data
+from omnitrain.diagnostics.data_checks import check_data
 from omnitrain.diagnostics.findings import CheckFinding, NotTried, Outcome
 from omnitrain.diagnostics.learning_checks import (
     check_gradients,
@@ -113,7 +113,6 @@ def check_run(loop: Loop, samples: int, seconds: float) -> CheckResult:
             problem = probe.begin()
         findings += [] if problem is None else [problem]
         fails = ranks.sum("whether the first batch of check() fails", float(problem is not None))[0] > 0
-        sample = DataSample.read(loop, samples, seconds) if ranks.is_main else None
         for name, check in _CHECKS.items():
             try:
                 if fails or probe is None:
@@ -129,8 +128,8 @@ def check_run(loop: Loop, samples: int, seconds: float) -> CheckResult:
             except Exception as error:
                 outcomes[name] = f"not tried: {brief_error(error)}"
         classes = None if probe is None or fails else probe.count_classes()
-        if sample is not None:
-            for name, (outcome, entries) in describe_data(sample, classes).items():
+        if ranks.is_main:
+            for name, (outcome, entries) in check_data(loop, samples, seconds, classes).items():
                 outcomes[name] = outcome
                 findings += entries
     gathered = ranks.gather("the findings of check()", (outcomes, findings))

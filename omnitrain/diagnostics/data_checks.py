@@ -8,7 +8,7 @@ import math
 import numbers
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,23 +130,26 @@ class SetSample:
                 self.ranges[name] = low[:0], high[:0]
 
 
-@dataclass(slots=True)
-class DataSample:
-    """What was read of the training set and of the evaluation sets."""
+def check_data(loop: Loop, samples: int, seconds: float, classes: int | None) -> dict[str, Outcome]:
+    """Return the outcome and the findings of each check of the data.
 
-    train: SetSample
-    evaluations: list[SetSample]
-    ignore_index: int
-
-    @classmethod
-    def read(cls, loop: Loop, samples: int, seconds: float) -> DataSample:
-        """Read at most so many samples of each set, for at most so many seconds."""
-        names = tuple(loop.settings.label_names or ())
-        train = _read_set(loop.sets.train, samples, seconds, names)
-        evaluations = [
-            _read_set(loader, samples, seconds, names, train.is_random) for loader in by_name(loop.sets.eval).values()
-        ]
-        return cls(train, evaluations, loop.trainer.loss_mean.ignore_index)
+    Args:
+        loop: The loop of the run.
+        samples: How many samples of each set are read, at most.
+        seconds: For how long each set is read, at most.
+        classes: How many classes the model scores; None if that is unknown.
+    """
+    names = tuple(loop.settings.label_names or ())
+    train = _read_set(loop.sets.train, samples, seconds, names)
+    evaluations = [
+        _read_set(loader, samples, seconds, names, train.is_random) for loader in by_name(loop.sets.eval).values()
+    ]
+    ignored = (IGNORED_LABEL, loop.trainer.loss_mean.ignore_index)
+    return {
+        "labels": _check_labels(train, evaluations, classes, ignored),
+        "features": _check_features(train),
+        "overlap": _check_overlap(train, evaluations),
+    }
 
 
 def _read_set(loader: Any, samples: int, seconds: float, names: tuple[str, ...], has_parts: bool = False) -> SetSample:
@@ -219,30 +222,17 @@ def _inputs_of(sample: Any, names: tuple[str, ...]) -> list[tuple[str, Any]]:
     return [("a sample", sample)]
 
 
-def describe_data(sample: DataSample, classes: int | None) -> dict[str, Outcome]:
-    """Return the outcome and the findings of each check of the data.
-
-    Args:
-        sample: What was read.
-        classes: How many classes the model scores; None if that is unknown.
-    """
-    return {
-        "labels": _check_labels(sample, classes),
-        "features": _check_features(sample.train),
-        "overlap": _check_overlap(sample),
-    }
-
-
-def _check_labels(sample: DataSample, classes: int | None) -> Outcome:
-    train, findings = sample.train, list[CheckFinding]()
+def _check_labels(
+    train: SetSample, evaluations: Sequence[SetSample], classes: int | None, ignored: Collection[int]
+) -> Outcome:
+    findings = list[CheckFinding]()
     if train.problem and not train.read:
         return f"not tried: {train.problem}", []
     if train.problem:
         findings.append(
             CheckFinding("error", "labels", train.name, train.problem, "Correct the sample, or leave it out.")
         )
-    ignored = (IGNORED_LABEL, sample.ignore_index)
-    for part in (train, *sample.evaluations):
+    for part in (train, *evaluations):
         odd = [label for label in part.labels if not 0 <= label < (classes or label + 1) and label not in ignored]
         if odd and classes is not None:
             label = min(odd, key=lambda label: part.first[label])
@@ -258,9 +248,7 @@ def _check_labels(sample: DataSample, classes: int | None) -> Outcome:
             what = f"all {train.read} labels that were read are {low:g}"
             findings.append(CheckFinding("warning", "labels", train.name, what, "Look at how labels are read."))
         return f"from {low:.4g} to {high:.4g} in {train.read:,} samples", findings
-    counted = {
-        label: count for label, count in train.labels.items() if label not in (IGNORED_LABEL, sample.ignore_index)
-    }
+    counted = {label: count for label, count in train.labels.items() if label not in ignored}
     if not counted:
         return "none that are numbers of classes", findings
     if not train.per_sample or len(counted) > _MAX_CLASSES:
@@ -322,9 +310,9 @@ def _check_features(train: SetSample) -> Outcome:
     return "; ".join(texts) or "no entry of floats of one shape", findings
 
 
-def _check_overlap(sample: DataSample) -> Outcome:
-    train, findings = sample.train, list[CheckFinding]()
-    if not sample.evaluations:
+def _check_overlap(train: SetSample, evaluations: Sequence[SetSample]) -> Outcome:
+    findings = list[CheckFinding]()
+    if not evaluations:
         return "no evaluation set", []
     known = train.identities() if train.is_random else train.digests
     if not known:
@@ -334,7 +322,7 @@ def _check_overlap(sample: DataSample) -> Outcome:
         return f"not tried: {problem}", []
     duplicates = 1 - len(train.digests) / train.read
     counted = 0
-    for part in sample.evaluations:
+    for part in evaluations:
         digests = part.identities() if train.is_random else part.digests
         shared = sorted({index: known[digest] for digest, index in digests.items() if digest in known}.items())
         counted += part.read

@@ -36,27 +36,20 @@ def check_loss(probe: PassProbe) -> Outcome:
     if pair is None:
         return text, []
     scores, labels = pair
-    mean = probe.trainer.loss_mean
-    chance, is_cross_entropy = math.log(scores.shape[-1]), False
-    for shift in (0, 1):
-        logits, targets = scores, labels.clone()
-        if shift and labels.ndim < 2:
-            continue
-        if shift:
-            logits, targets = scores[..., :-1, :], labels[..., 1:]
-        targets = targets.reshape(-1)
-        targets[(targets < 0) | (targets >= scores.shape[-1])] = -100
-        if mean.ignore_index >= 0:
-            targets[targets == mean.ignore_index] = -100
-        loss = nn.functional.cross_entropy(logits.reshape(-1, scores.shape[-1]), targets)
+    classes, is_cross_entropy = scores.shape[-1], False
+    chance = math.log(classes)
+    for shift in range(min(labels.ndim, 2)):  # the labels as they are, and those one place later
+        logits, targets = (scores[..., :-1, :], labels[..., 1:]) if shift else (scores, labels)
+        counted = (targets >= 0) & (targets < classes) & (targets != probe.trainer.loss_mean.ignore_index)
+        loss = nn.functional.cross_entropy(logits[counted], targets[counted])
         is_cross_entropy = is_cross_entropy or math.isclose(float(loss), probe.loss, rel_tol=0.02)
     if not is_cross_entropy:
         return text, []
-    text += f"; by chance ln {scores.shape[-1]} = {chance:.4g}"
+    text += f"; by chance ln {classes} = {chance:.4g}"
     if probe.loss > 1.5 * chance + 0.5:
         return text, [CheckFinding(
             "warning", "loss", "the first batch",
-            f"it is {probe.loss:.4g} at the start, and by chance ln {scores.shape[-1]} = {chance:.4g}: the model is "
+            f"it is {probe.loss:.4g} at the start, and by chance ln {classes} = {chance:.4g}: the model is "
             "confident and wrong",
             "Normalize the inputs, begin the last layer with smaller weights, or compare the labels with the classes "
             "that a pretrained model knows.",
@@ -92,10 +85,11 @@ def check_shapes(probe: PassProbe) -> Outcome:
 def check_gradients(probe: PassProbe) -> Outcome:
     """Look for parameters without a gradient, or with one that is not finite."""
     missing = [name for name, gradient in probe.gradients.items() if gradient is None]
-    if missing and probe.set_step_nr is not None:  # a unit may train its parts in turns
+    set_step_nr = getattr(probe.trainer.unit, "set_step_nr", None)
+    if missing and set_step_nr is not None:  # a unit may train its parts in turns
         with probe.training():
             for number in (1, 2, 3):
-                probe.set_step_nr(number)
+                set_step_nr(number)
                 gradients = probe.gradients_of(probe.run(probe.batch))
                 missing = [name for name in missing if gradients[name] is None]
     if probe.is_any(bool(missing)):

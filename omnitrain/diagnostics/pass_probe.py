@@ -59,7 +59,6 @@ class PassProbe:
         self.silent: set[str] = set()
         """The activations that give nothing but zeros, or are saturated, in the first pass."""
         self.evaluating: list[nn.Module] = modules_in_eval_mode(self.model)
-        self.set_step_nr: Any = getattr(self.trainer.unit, "set_step_nr", None)
 
     def begin(self) -> CheckFinding | None:
         """Run the first pass, and return what is wrong with it, if it fails."""
