@@ -6,7 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from omnitrain.compute.random_state import derive_seed, isolated_rng
 from omnitrain.core.errors import ConfigError, DataError, check_number
 from omnitrain.data.loaders import count_rows, is_stream
-from omnitrain.data.sampling import Collate, tensor_columns
+from omnitrain.data.sampling import Collate, adapt_collate, tensor_columns
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -93,8 +93,7 @@ class GroupByLength(Dataset[Any]):
 
     def collate_with(self, collate: Collate) -> Collate:
         """Return the collator that the wrapped dataset defines, if any, or this one."""
-        adapt = getattr(self.dataset, "collate_with", None)
-        return cast(Collate, adapt(collate)) if callable(adapt) else collate
+        return adapt_collate(self.dataset, collate)
 
 
 class BatchByTokens(Dataset[list[Any]]):
@@ -171,9 +170,7 @@ class BatchByTokens(Dataset[list[Any]]):
 
     def collate_with(self, collate: Collate) -> Collate:
         """Return a collator of batches, which collates their samples."""
-        adapt: Any = getattr(self.dataset, "collate_with", None)
-        collate_samples = cast(Collate, adapt(collate)) if callable(adapt) else collate
-        return _CollateBatches(collate_samples)
+        return _CollateBatches(adapt_collate(self.dataset, collate))
 
     def order_options(self) -> dict[str, Any]:
         """Return what determines the batches besides the samples, as JSON types."""

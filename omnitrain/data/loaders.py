@@ -28,6 +28,7 @@ from omnitrain.data.sampling import (
     MicrobatchLayout,
     ReadOptions,
     Samples,
+    adapt_collate,
     disable_padding,
     pad_with_dummies,
     round_robin,
@@ -126,6 +127,8 @@ class Loader:
         Raises:
             DataError: If it has become empty, or has fewer samples than `size`.
         """
+        if size is None and self.size is not None:
+            self.size = len(self.dataset)
 
     def first_batch(self) -> Iterator[CountedBatch]:
         """Yield only the first batch of epoch 0; the next pass starts at the beginning again."""
@@ -338,16 +341,15 @@ class StreamLoader(Loader):
     def __init__(
         self,
         dataset: Any,
-        batch_size: int,
+        rounds: MicrobatchLayout,
         options: ReadOptions,
         *,
         keep_states: bool = True,
         name: str = Loader.name,
-        rounds: MicrobatchLayout | None = None,
     ) -> None:
         self.dataset = dataset
         self.name = name
-        self.rounds: MicrobatchLayout = rounds or MicrobatchLayout((batch_size * options.world_size,))
+        self.rounds = rounds
         self.options = options
         self.size: int | None = len(dataset) if has_length(dataset) else None
         self._stream = Stream(dataset, self.rounds, options, keep_states, name)
@@ -372,8 +374,7 @@ class StreamLoader(Loader):
         return share(places, self.options.rank, self.options.world_size)
 
     def update(self, size: int | None = None) -> None:
-        if size is None and self.size is not None:
-            self.size = len(self.dataset)
+        super().update(size)
         if (state := snapshot(self.dataset)) != self._snapshot:
             self._snapshot = state
             self.close()  # the worker has a copy of the former stream
@@ -786,6 +787,7 @@ def make_loader(
     if isinstance(dataset, Loader):
         return dataset
     options, title = ReadOptions(**read_options), dataset_title(name)
+    rounds = rounds or MicrobatchLayout((batch_size * options.world_size,))
     if isinstance(dataset, DataLoader):
         return UserLoader(dataset, options.seed, options.rank, options.world_size, title, keep_states)
     dataset = tables_to_arrays(dataset, name)
@@ -801,8 +803,7 @@ def make_loader(
         if not size:
             raise DataError(f"`{name}` is empty. Give it at least one sample.")
         source: Any = dataset  # which may define its order and collation
-        if callable(getattr(source, "collate_with", None)):
-            options = replace(options, collate=source.collate_with(options.collate))
+        options = replace(options, collate=adapt_collate(source, options.collate))
         share = {"rank": options.rank, "world_size": options.world_size, "multiple_of": multiple_of, "rounds": rounds}
         share["seed"] = options.seed if order_seed is None else order_seed
         if shuffle and callable(getattr(source, "epoch_order", None)):
@@ -822,4 +823,4 @@ def make_loader(
             f"a DataLoader, got {type(dataset).__name__}."
         )
     stream = dataset if subset is None else _First(dataset, subset)
-    return StreamLoader(stream, batch_size, options, keep_states=keep_states, name=title, rounds=rounds)
+    return StreamLoader(stream, rounds, options, keep_states=keep_states, name=title)

@@ -261,6 +261,12 @@ def _hash(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
+def adapt_collate(dataset: Any, collate: Collate) -> Collate:
+    """Return the collator that a dataset makes of this one; this one, if it makes none."""
+    adapt = getattr(dataset, "collate_with", None)
+    return adapt(collate) if callable(adapt) else collate  # type: ignore[return-value]
+
+
 def share(samples: Any, rank: int, world_size: int) -> Any:
     """Return a rank's part of the samples of a micro-batch of all ranks: equal parts, the first ones larger by one.
 
@@ -389,9 +395,7 @@ class Fetch(Samples):
                     description = describe_failures(
                         error, positions, self.name, lambda part: self.collate(self._samples(epoch, part)), pairs=True
                     )
-                if isinstance(error, StopIteration):
-                    raise stop_iteration_error("The collator", description) from error
-                error.add_note(f"Raised by the collator for {description}.")
+                annotate(error, "collator", description)
                 raise
             if batch is not _AGAIN:  # if it is, fetch the samples again too: a collator may have changed them
                 return batch
@@ -433,9 +437,7 @@ class Fetch(Samples):
                 description = describe_samples(positions[count - 1 : count], self.name)
             else:  # all at once
                 description = describe_failures(error, positions, self.name, self.dataset.__getitems__)
-            if isinstance(error, StopIteration):
-                raise stop_iteration_error("The dataset", description) from error
-            error.add_note(f"Raised for {description}.")
+            annotate(error, "dataset", description)
             raise
 
     def _fetch_columns(self, indices: np.ndarray) -> Any:
@@ -449,12 +451,18 @@ class Fetch(Samples):
         return tuple(rows) if isinstance(columns, tuple) else rows[0]
 
 
-def stop_iteration_error(what: str, samples: str) -> DataError:
-    """Return the error for a StopIteration that a loop would mistake for the end of the data."""
-    return DataError(
-        f"{what} raised StopIteration for {samples}, which a loop would mistake for the end of the data. It is often a "
-        "next() on an exhausted iterator: catch it, or give it a default."
-    )
+def annotate(error: Exception, part: str, samples: str) -> None:
+    """Note the samples for which the dataset or the collator has raised an error.
+
+    Raises:
+        DataError: For a StopIteration, which a loop would mistake for the end of the data.
+    """
+    if isinstance(error, StopIteration):
+        raise DataError(
+            f"The {part} raised StopIteration for {samples}, which a loop would mistake for the end of the data. It is "
+            "often a next() on an exhausted iterator: catch it, or give it a default."
+        ) from error
+    error.add_note(f"Raised {'by the collator ' * (part == 'collator')}for {samples}.")
 
 
 _AGAIN = object()

@@ -18,7 +18,7 @@ from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_gener
 from omnitrain.core.errors import CheckpointError, ConfigError, format_list
 from omnitrain.data.collation import pin_batch
 from omnitrain.data.loaders import Loader, has_length, make_worker_loader
-from omnitrain.data.sampling import COLLATE, CountedBatch, ReadOptions, stop_iteration_error
+from omnitrain.data.sampling import COLLATE, CountedBatch, ReadOptions, annotate
 from omnitrain.data.streams import StreamPosition, can_seek
 from omnitrain.data.workers import report_dead_workers, start_workers, stop_workers
 
@@ -199,9 +199,7 @@ class _Reader(IterableDataset[_ReaderBatch]):
                 rank, ranks = self.options.rank, self.options.world_size
                 first, last = (rank + place * ranks for place in (places[0], places[-1]))
                 description = f"the samples from place {first} to {last} of {self.name}, a stream of shards"
-                if isinstance(error, StopIteration):
-                    raise stop_iteration_error("The collator", description) from error
-                error.add_note(f"Raised by the collator for {description}.")
+                annotate(error, "collator", description)
                 raise
 
 
@@ -256,10 +254,6 @@ class ShardedLoader(Loader):
         self._states: dict[int, deque[tuple[int, Any]]] = {}
         # The epoch of the present pass, and the place on this rank where it began.
         self._from: tuple[int, int] = (0, 0)
-
-    def update(self, size: int | None = None) -> None:
-        if size is None and self.size is not None:
-            self.size = len(self.dataset)
 
     def __len__(self) -> int:
         if self.size is None:

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_generators
 from omnitrain.core.errors import describe_samples
-from omnitrain.data.sampling import CountedBatch, MicrobatchLayout, ReadOptions, share, stop_iteration_error
+from omnitrain.data.sampling import CountedBatch, MicrobatchLayout, ReadOptions, annotate, share
 from omnitrain.data.stateful import has_state
 
 
@@ -85,10 +85,7 @@ class Stream(IterableDataset[Any]):
                     batch = options.collate(local_samples or window[:1]) if window else None
                 except Exception as error:
                     local_samples = share(range(number, number + len(window)), options.rank, options.world_size)
-                    description = f"{describe_samples(local_samples, self.name)}, a stream"
-                    if isinstance(error, StopIteration):
-                        raise stop_iteration_error("The collator", description) from error
-                    error.add_note(f"Raised by the collator for {description}.")
+                    annotate(error, "collator", f"{describe_samples(local_samples, self.name)}, a stream")
                     raise
             if not window:
                 return

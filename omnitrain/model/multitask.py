@@ -17,7 +17,7 @@ from omnitrain.compute.random_state import derive_seed
 from omnitrain.core.errors import ConfigError, DataError, check_choice, check_number, did_you_mean
 from omnitrain.data.collation import count_samples, get_labels, move_to_device, split_batch, split_by_sizes
 from omnitrain.data.loaders import count_rows, is_stream
-from omnitrain.data.sampling import Samples
+from omnitrain.data.sampling import Samples, adapt_collate
 from omnitrain.data.sets import EvalSet
 from omnitrain.model.losses import LossMean
 from omnitrain.model.units import ModelUnit, StepOutput, check_untrained_loss, count_tokens, without_effect
@@ -174,8 +174,7 @@ class MultiTask(Dataset[tuple[str, Any]]):
 
     def collate_with(self, collate: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], TaskBatch]:
         """Return the collator of the tasks' samples; `collate` makes a batch of samples of one task."""
-        adapters: list[Any] = [getattr(data, "collate_with", lambda collate: collate) for data in self.tasks.values()]
-        pairs = [(items, adapt(collate)) for items, adapt in zip(self._items, adapters, strict=True)]
+        pairs = [(items, adapt_collate(items.dataset, collate)) for items in self._items]
         return _ByTask(dict(zip(self._names, pairs, strict=True)))
 
     def evaluation(self, sets: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> dict[str, EvalSet]:

@@ -503,7 +503,7 @@ def test_hf_stream_with_a_lossy_state_is_read_again(cause: str, caplog: Any, mon
 
 
 def test_stream_far_ahead_of_its_marks_is_read_again() -> None:
-    loader = StreamLoader(Positioned(2000), 1, ReadOptions())
+    loader = StreamLoader(Positioned(2000), MicrobatchLayout((1,)), ReadOptions())
     assert len(list(loader.batches(0))) == 2000
     assert loader.position_at(0, 5) is None
     point = loader.position_at(0, 1999)
