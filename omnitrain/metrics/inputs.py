@@ -29,9 +29,7 @@ import torch
 
 from omnitrain.core.errors import DataError
 from omnitrain.core.history import quote_names
-
-# The integer label that torch and transformers leave out of a loss, as every metric here does.
-IGNORED = -100
+from omnitrain.data.collation import IGNORED_LABEL
 
 
 def main_output(outputs: Any) -> Any:
@@ -46,6 +44,11 @@ def main_output(outputs: Any) -> Any:
     if isinstance(outputs, (tuple, list)) and outputs:
         return outputs[0]
     return outputs
+
+
+def is_text(values: Any) -> bool:
+    """Return whether these are texts."""
+    return isinstance(values, (list, tuple)) and bool(values) and all(isinstance(value, str) for value in values)
 
 
 def class_dimension(outputs: Sequence[int], labels: Sequence[int], known: int | None = None) -> int | None:
@@ -96,7 +99,7 @@ class Scores:
     are_probabilities: bool | None = None
     are_of_classes: bool | None = None
     """Whether the classes of a sample exclude each other, so that labels of the scores' shape are one-hot."""
-    ignore_index: int = field(default=IGNORED, repr=False)
+    ignore_index: int = field(default=IGNORED_LABEL, repr=False)
     """The integer label that the loss leaves out; it is left out here as well as -100."""
 
 
@@ -193,8 +196,8 @@ class Batch:
     def __init__(self, outputs: torch.Tensor, labels: torch.Tensor, layout: Layout) -> None:
         self.outputs: torch.Tensor = outputs
         labels, ignore_index = labels.to(outputs.device), layout.scores.ignore_index
-        if ignore_index != IGNORED and is_integer(labels):
-            labels = labels.long().masked_fill(labels == ignore_index, IGNORED)
+        if ignore_index != IGNORED_LABEL and is_integer(labels):
+            labels = labels.long().masked_fill(labels == ignore_index, IGNORED_LABEL)
         self.labels: torch.Tensor = labels
         self.names: Sequence[str] = ()
         """The metrics that are updated now, for errors."""
@@ -215,7 +218,7 @@ class Batch:
         layout.columns = columns
         scores, labels = scores.reshape(-1, columns), labels.reshape(-1, columns)
         valid = (labels == 0) | (labels == 1)
-        counted = labels != IGNORED
+        counted = labels != IGNORED_LABEL
         layout.add(
             outside=(counted & ~valid).sum(),
             nan=(scores.isnan() & valid).sum(),
@@ -239,7 +242,7 @@ class Batch:
         if is_integer(outputs):
             if outputs.shape != labels.shape:
                 raise self.shape_error("integer predictions of the labels' shape, or class scores (N, C)")
-            valid = labels != IGNORED
+            valid = labels != IGNORED_LABEL
             return Classes(outputs.long(), labels.where(valid, 0), valid, layout, has_scores=False)
         dim = class_dimension(outputs.shape, labels.shape, layout.dim)
         if dim is None:
@@ -248,7 +251,7 @@ class Batch:
             raise self.shape_error(f"{layout.classes} classes in dimension {layout.dim}, as in the batches before")
         layout.dim, layout.classes = dim, outputs.shape[dim]
         valid = (labels >= 0) & (labels < layout.classes)
-        layout.add(outside=((labels != IGNORED) & ~valid).sum())
+        layout.add(outside=((labels != IGNORED_LABEL) & ~valid).sum())
         return Classes(outputs, labels.where(valid, 0), valid, layout, has_scores=True)
 
     def shape_error(self, expected: str) -> DataError:

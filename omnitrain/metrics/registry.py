@@ -18,6 +18,7 @@ import torch
 
 from omnitrain.core.errors import ConfigError, DataError, MissingExtraError, did_you_mean
 from omnitrain.core.history import quote_names
+from omnitrain.data.collation import IGNORED_LABEL
 from omnitrain.metrics.classification import (
     COUNTED,
     FROM_HITS,
@@ -28,7 +29,7 @@ from omnitrain.metrics.classification import (
     score_texts,
     sklearn_function,
 )
-from omnitrain.metrics.inputs import IGNORED, Batch, Layout, Scores, Statistic, main_output
+from omnitrain.metrics.inputs import Batch, Layout, Scores, Statistic, is_text, main_output
 from omnitrain.metrics.regression import PAIRED, REGRESSION, Moments, Pairs
 from omnitrain.metrics.text import TEXT_METRICS
 
@@ -152,8 +153,8 @@ class NamedMetrics:
 
     def update(self, outputs: Any, labels: Any) -> None:
         """Take in one batch, on its own device."""
-        outputs = main_output(outputs) if not _is_text(outputs) else outputs
-        if _is_text(outputs) and _is_text(labels):
+        outputs = main_output(outputs) if not is_text(outputs) else outputs
+        if is_text(outputs) and is_text(labels):
             self._texts.update(zip(labels, outputs, strict=True))
             return
         if not isinstance(outputs, torch.Tensor) or not isinstance(labels, torch.Tensor):
@@ -237,8 +238,8 @@ class NamedMetrics:
             if layout.columns:
                 expected = "0 and 1, though the model gives one score for each label"
             raise DataError(
-                f"{outside} labels are outside {expected}. "
-                f"Use labels of 0 to C - 1, and {IGNORED}, or the loss's `ignore_index`, for what is to be ignored."
+                f"{outside} labels are outside {expected}. Use labels of 0 to C - 1, and {IGNORED_LABEL}, or the loss's "
+                "`ignore_index`, for what is to be ignored."
             )
         has_nan = bool(int(layout.nan))
         if has_nan:
@@ -273,7 +274,3 @@ class NamedMetrics:
         if message not in self._messages:
             self._messages.add(message)
             logger.warning(message)
-
-
-def _is_text(values: Any) -> bool:
-    return isinstance(values, (list, tuple)) and bool(values) and all(isinstance(value, str) for value in values)

@@ -17,9 +17,9 @@ import torch
 
 from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.core.metric_format import MetricDescriptor, describe_metric
-from omnitrain.data.collation import tensors_in
+from omnitrain.data.collation import IGNORED_LABEL, tensors_in
 from omnitrain.metrics.accumulated import is_torchmetrics, parts_of_metric
-from omnitrain.metrics.inputs import IGNORED, Scores, class_dimension, main_output
+from omnitrain.metrics.inputs import Scores, class_dimension, main_output
 from omnitrain.metrics.registry import NamedMetrics
 from omnitrain.metrics.text import TEXT_METRICS, TextMetrics
 
@@ -131,7 +131,9 @@ class Scorer:
                     results[name] = value
         if left_out:
             logger.warning(
-                "Nothing to score: the set is empty, or all labels are %d. Left out: %s.", IGNORED, ", ".join(left_out)
+                "Nothing to score: the set is empty, or all labels are %d. Left out: %s.",
+                IGNORED_LABEL,
+                ", ".join(left_out),
             )
         return results
 
@@ -389,7 +391,7 @@ def _nothing_to_score(labels: Any) -> bool:
     if isinstance(labels, (tuple, Mapping)):
         return all(map(_nothing_to_score, labels.values() if isinstance(labels, Mapping) else labels))
     labels = np.asarray(labels)
-    return labels.size == 0 or (labels.dtype.kind in "iu" and bool((labels == IGNORED).all()))
+    return labels.size == 0 or (labels.dtype.kind in "iu" and bool((labels == IGNORED_LABEL).all()))
 
 
 def _true_and_predicted(predictions: Any, labels: Any, argmax: bool) -> tuple[Any, Any]:
@@ -403,8 +405,8 @@ def _true_and_predicted(predictions: Any, labels: Any, argmax: bool) -> tuple[An
         predicted = predicted.argmax(dim) if argmax else np.moveaxis(predicted, dim, -1)
     same = predicted.shape == true.shape
     # Floats of the labels' shape may be scores for several labels per sample: only -100 shows that they are tokens.
-    if true.ndim > 1 and (dim is not None or (same and (is_class or bool((true == IGNORED).any())))):
-        mask = true != IGNORED
+    if true.ndim > 1 and (dim is not None or (same and (is_class or bool((true == IGNORED_LABEL).any())))):
+        mask = true != IGNORED_LABEL
         return true[mask], predicted[mask]
     return true, predicted
 
@@ -459,7 +461,7 @@ class _Torchmetrics:
             self._metric.to(self._device)
         self._metric.update(outputs, labels)
         has_ignored = isinstance(labels, torch.Tensor) and not labels.is_floating_point()
-        self._scored = self._scored + ((labels != IGNORED).sum() if has_ignored else 1)
+        self._scored = self._scored + ((labels != IGNORED_LABEL).sum() if has_ignored else 1)
 
     def state(self) -> dict[str, Any]:
         leaves = parts_of_metric(self._metric)

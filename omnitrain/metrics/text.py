@@ -10,7 +10,8 @@ import torch
 
 from omnitrain.core.errors import ConfigError, DataError, MissingExtraError
 from omnitrain.core.history import quote_names
-from omnitrain.metrics.inputs import IGNORED, is_integer, main_output
+from omnitrain.data.collation import IGNORED_LABEL
+from omnitrain.metrics.inputs import is_integer, is_text, main_output
 
 # The metrics by name: the function of torchmetrics, its options, and whether a higher value is better.
 TEXT_METRICS: dict[str, tuple[str, dict[str, Any], bool]] = {
@@ -63,17 +64,17 @@ class TextMetrics:
 
     def update(self, outputs: Any, labels: Any) -> None:
         """Take in one batch: lists of texts, tensors of tokens, or scores of tokens, whose argmax is decoded."""
-        outputs = outputs if _is_text(outputs) else main_output(outputs)
+        outputs = outputs if is_text(outputs) else main_output(outputs)
         if isinstance(outputs, torch.Tensor) and isinstance(labels, torch.Tensor) and not is_integer(outputs):
             outputs = outputs.argmax(-1)
             if outputs.shape == labels.shape and not self._is_ctc:  # scored place by place
-                outputs = outputs.masked_fill(labels.to(outputs.device) == IGNORED, IGNORED)
+                outputs = outputs.masked_fill(labels.to(outputs.device) == IGNORED_LABEL, IGNORED_LABEL)
         predictions = self._decode(outputs, "outputs")
         references = self._decode(labels, "labels", **({"group_tokens": False} if self._is_ctc else {}))
         self._texts += zip(predictions, references, strict=True)
 
     def _decode(self, values: Any, what: str, **options: Any) -> list[str]:
-        if _is_text(values):
+        if is_text(values):
             return list(values)
         is_tokens = isinstance(values, torch.Tensor) and is_integer(values) and values.ndim == 2
         if not is_tokens or self._processing_class is None:
@@ -82,7 +83,7 @@ class TextMetrics:
                 f"{quote_names(self.names)} needs texts or tokens, and the {what} are {kind}. Return a list of texts "
                 "from the unit, or pass the tokenizer as `processing_class=` and tokens of shape (samples, length)."
             )
-        rows = [[token for token in row if token != IGNORED] for row in values.tolist()]
+        rows = [[token for token in row if token != IGNORED_LABEL] for row in values.tolist()]
         return self._processing_class.batch_decode(rows, skip_special_tokens=True, **options)
 
     def state(self) -> dict[str, Any]:
@@ -107,7 +108,3 @@ class TextMetrics:
             targets = [[reference] for reference in references] if name in _REFERENCE_LISTS else references
             results[name] = float(function(predictions, targets, **options))
         return results
-
-
-def _is_text(values: Any) -> bool:
-    return isinstance(values, (list, tuple)) and bool(values) and all(isinstance(value, str) for value in values)
