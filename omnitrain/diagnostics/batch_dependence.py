@@ -144,14 +144,7 @@ class BatchProbe:
         seed: int = _SEED,
         transform: Callable[..., Any] | None = None,
     ) -> float:
-        """Return the relative difference of the mean losses of two lists of batches; 0 if it is rounding.
-
-        Args:
-            batches: Batches of some samples.
-            other_batches: The same samples, such as in other batches.
-            seed: That of the others.
-            transform: What is done to each batch.
-        """
+        """Return the relative difference of the mean losses of two lists of batches; 0 if it is rounding."""
         expected, loss = self._run(batches, _SEED, transform)[0], self._run(other_batches, seed, transform)[0]
         if math.isclose(expected, loss, rel_tol=self._tolerance, abs_tol=self._tolerance * 1e-3):
             return 0.0

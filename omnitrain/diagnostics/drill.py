@@ -267,14 +267,7 @@ def drill(
 
 
 class _Driver:
-    """Runs the script in both ways.
-
-    Args:
-        script: The script.
-        folder: Where everything is written.
-        timeout: Seconds for each run.
-        report: Called with each line.
-    """
+    """Runs the script in both ways."""
 
     def __init__(self, script: Script, folder: Path, timeout: float, report: Callable[[str], None]) -> None:
         self._script, self._folder, self._timeout, self._report = script, folder, timeout, report
@@ -633,13 +626,7 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _find_suspects(expected: Record, actual: Record, again: Record) -> list[str]:
-    """Return the attributes of the user's objects that differ at the end: state that no checkpoint has.
-
-    Args:
-        expected: The record of an undisturbed run.
-        actual: The record of the disturbed one.
-        again: The record of a second undisturbed run; what differs in it too, such as a time, is no state.
-    """
+    """Return the attributes of the user's objects that differ at the end: state that no checkpoint has."""
     suspects: dict[tuple[str, str], str] = {}
     for run, rank in itertools.product(expected.runs(), expected.rows):
         ends = [record.last_end(run, rank) for record in (expected, actual, again)]
@@ -647,6 +634,7 @@ def _find_suspects(expected: Record, actual: Record, again: Record) -> list[str]
         for name, attributes in reference.items() if candidate else ():
             for attribute, value in attributes.items():
                 other = candidate.get(name, {}).get(attribute)
+                # what differs in a second undisturbed run too, such as a time, is no state
                 if value == other or value != repeated.get(name, {}).get(attribute) or " at 0x" in value:
                     continue
                 remedy = _REMEDIES.get(name.split()[0], _REMEDY)

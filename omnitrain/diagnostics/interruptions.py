@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import functools
 import itertools
 import json
 import math
@@ -24,7 +22,7 @@ from omnitrain.compute.random_state import snapshot_rng
 from omnitrain.config import overrides
 from omnitrain.core.events import Callback
 from omnitrain.data.stateful import nested_datasets
-from omnitrain.diagnostics.rehearsal import generator_state
+from omnitrain.diagnostics.rehearsal import generator_state, members_of
 
 PHASES = ("data", "step", "evaluation", "save")
 SIGNALS = ("kill", "term", "stop", "disk")
@@ -265,16 +263,7 @@ def _is_custom(part: Any) -> bool:
 
 def _attributes(part: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of an object and of those in it; of a function the names that it uses."""
-    attributes: dict[str, Any] = dict(getattr(part, "__dict__", {}))
-    while isinstance(part, functools.partial):
-        attributes, part = attributes | part.keywords, part.func
-    if isinstance(part, FunctionType):
-        code = part.__code__
-        attributes |= {name: part.__globals__[name] for name in code.co_names if name in part.__globals__}
-        for name, cell in zip(code.co_freevars, part.__closure__ or (), strict=False):
-            with contextlib.suppress(ValueError):  # not assigned yet
-                attributes[name] = cell.cell_contents
-    for name, value in attributes.items():
+    for name, value in members_of(part).items():
         yield name, value
         is_nested = hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType, torch.nn.Module))
         if depth and is_nested and _is_custom(value):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -202,24 +203,31 @@ def _reachable(roots: Iterable[Any], depth: int = 4) -> list[Any]:
             known.add(id(thing))
             if isinstance(thing, MethodType):
                 following += [thing.__self__, thing.__func__]
-            elif isinstance(thing, FunctionType):
-                cells = [cell.cell_contents for cell in thing.__closure__ or () if _has_content(cell)]
-                following += cells + [thing.__globals__.get(name) for name in thing.__code__.co_names]
             elif isinstance(thing, (list, tuple)):
                 following += thing[:1000]
             elif generator_state(thing):
                 objects.append(thing)
             elif isinstance(thing, nn.Module):
                 objects += thing.modules()
-            elif isinstance(getattr(thing, "__dict__", None), dict):
+            else:
                 is_library = type(thing).__module__.partition(".")[0] in _LIBRARIES
-                objects += [] if is_library and not isinstance(thing, torch.utils.data.Dataset) else [thing]
-                following += vars(thing).values()
+                has_state = isinstance(getattr(thing, "__dict__", None), dict)
+                if has_state and (not is_library or isinstance(thing, torch.utils.data.Dataset)):
+                    objects.append(thing)
+                following += members_of(thing).values()
         level = following
     return objects
 
 
-def _has_content(cell: Any) -> bool:
-    with contextlib.suppress(ValueError):
-        return cell.cell_contents is not None
-    return False
+def members_of(thing: Any) -> dict[str, Any]:
+    """Return the attributes of an object by name; of a function the names that it uses."""
+    members: dict[str, Any] = dict(getattr(thing, "__dict__", None) or {})
+    while isinstance(thing, functools.partial):
+        members, thing = members | thing.keywords, thing.func
+    if isinstance(thing, FunctionType):
+        code = thing.__code__
+        members |= {name: thing.__globals__[name] for name in code.co_names if name in thing.__globals__}
+        for name, cell in zip(code.co_freevars, thing.__closure__ or (), strict=False):
+            with contextlib.suppress(ValueError):  # not assigned yet
+                members[name] = cell.cell_contents
+    return members
