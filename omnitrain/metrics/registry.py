@@ -238,8 +238,8 @@ class NamedMetrics:
             if layout.columns:
                 expected = "0 and 1, though the model gives one score for each label"
             raise DataError(
-                f"{outside} labels are outside {expected}. Use labels of 0 to C - 1, and {IGNORED_LABEL}, or the loss's "
-                "`ignore_index`, for what is to be ignored."
+                f"{outside} labels are outside {expected}. Use labels of 0 to C - 1, and {IGNORED_LABEL}, or the "
+                "loss's `ignore_index`, for what is to be ignored."
             )
         has_nan = bool(int(layout.nan))
         if has_nan:
