@@ -203,7 +203,7 @@ def test_replay_takes_two_processes(script: str, command: Any, tmp_path: Path) -
 def test_verify_rejects_script_without_trainer(tmp_path: Path) -> None:
     (tmp_path / "none.py").write_text("raise SystemExit('nothing to do')")
     with pytest.raises(ConfigError, match=r"(?s)ended with exit code 1, without .*nothing to do"):
-        describe_script([str(tmp_path / "none.py")])
+        describe_script([str(tmp_path / "none.py")], 1)
 
 
 @pytest.mark.slow
