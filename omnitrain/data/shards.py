@@ -88,14 +88,11 @@ class ShardedStream(IterableDataset[Any]):
         return sum(len(shard) for shard in self.shards)
 
     def __iter__(self) -> Iterator[Any]:
-        live = [iter(shard) for shard in self.shards]
+        live = deque(map(iter, self.shards))
         while live:
-            for iterator in list(live):
-                try:
-                    sample = next(iterator)
-                except StopIteration:
-                    live.remove(iterator)
-                    continue
+            iterator = live.popleft()
+            if (sample := next(iterator, _END)) is not _END:
+                live.append(iterator)
                 yield sample
 
 
@@ -326,15 +323,12 @@ class ShardedLoader(Loader):
             logger.warning(
                 "Reading up to %d samples of this rank's shards again to reach the position of the run.", again
             )
-        return self._read(epoch, place, starts)
-
-    def _read(self, epoch: int, place: int, states: dict[int, tuple[int, Any]]) -> Iterator[CountedBatch]:
         self._from = (epoch, place)
         self.turn: int = 0
-        self._states = {number: deque([entry], maxlen=3) for number, entry in states.items()}
+        self._states = {number: deque([entry], maxlen=3) for number, entry in starts.items()}
         for reader in self._readers:
             reader.epoch, reader.first = epoch, place
-            reader.starts = {number: entry for number, entry in states.items() if number in reader.shards}
+            reader.starts = {number: entry for number, entry in starts.items() if number in reader.shards}
         return self._batches()
 
     def _batches(self) -> Iterator[CountedBatch]:
