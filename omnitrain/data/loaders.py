@@ -127,8 +127,6 @@ class Loader:
         Raises:
             DataError: If it has become empty, or has fewer samples than `size`.
         """
-        if size is None and self.size is not None:
-            self.size = len(self.dataset)
 
     def first_batch(self) -> Iterator[CountedBatch]:
         """Yield only the first batch of epoch 0; the next pass starts at the beginning again."""
@@ -374,7 +372,8 @@ class StreamLoader(Loader):
         return share(places, self.options.rank, self.options.world_size)
 
     def update(self, size: int | None = None) -> None:
-        super().update(size)
+        if size is None and self.size is not None:
+            self.size = len(self.dataset)
         if (state := snapshot(self.dataset)) != self._snapshot:
             self._snapshot = state
             self.close()  # the worker has a copy of the former stream

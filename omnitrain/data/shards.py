@@ -252,6 +252,10 @@ class ShardedLoader(Loader):
         # The epoch of the present pass, and the place on this rank where it began.
         self._from: tuple[int, int] = (0, 0)
 
+    def update(self, size: int | None = None) -> None:
+        if size is None and self.size is not None:
+            self.size = len(self.dataset)
+
     def __len__(self) -> int:
         if self.size is None:
             raise TypeError("This stream has no length.")
