@@ -449,7 +449,7 @@ class Backend:
 
     def local_shard(self, tensor: Any) -> torch.Tensor:
         """Return this rank's shard of a parameter, or of an entry of `model_tensors`."""
-        return tensor.detach()
+        return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
 
     def load_weights(
         self, tensors: Mapping[str, torch.Tensor], where: str, extra: Mapping[str, Any], absent: Collection[str] = ()

@@ -22,8 +22,8 @@ from omnitrain.backends.backend import NOTHING
 from omnitrain.backends.collective_order import LayerOrder
 from omnitrain.backends.ddp import DDP, lacking_gradients
 from omnitrain.backends.norms import match_norm_dtypes
-from omnitrain.backends.start import WeightInitializer, block_target, full_target, is_plain, named_tensors, names_by_id
-from omnitrain.checkpoint.state_dicts import from_json, load_with_custom_hooks
+from omnitrain.backends.start import WeightInitializer, block_target, full_target, is_plain, named_tensors
+from omnitrain.checkpoint.state_dicts import from_json, load_with_custom_hooks, parameter_names
 from omnitrain.compute.activation_checkpointing import blocks_in
 from omnitrain.compute.tensor_digests import digest_words, to_words
 from omnitrain.core.errors import ConfigError, format_list
@@ -91,7 +91,7 @@ class FSDP(DDP):
         initializer = WeightInitializer(self.model, self.ranks, self.initial)
         initializer.fake_cpu_tensors()
         optimizer = self._build_optimizer()
-        names = names_by_id(self.model.named_parameters())
+        names = parameter_names(self.model)
         groups = [[names.get(id(tensor), tensor) for tensor in group["params"]] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["params"] = []  # or it would keep the weights that the model loses
@@ -256,9 +256,6 @@ class FSDP(DDP):
                 dist.all_reduce(part, group=group)
             total += part
         return total
-
-    def local_shard(self, tensor: Any) -> torch.Tensor:
-        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         last = last or self._syncs_each_batch

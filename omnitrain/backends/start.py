@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -326,14 +326,9 @@ def preserve_shared_buffers(model: nn.Module) -> Iterator[None]:
             alias_module._buffers[alias_name] = module._buffers[name]
 
 
-def names_by_id(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:
-    """Return the bare names of tensors by identity."""
-    return {id(tensor): bare_name(name) for name, tensor in tensors}
-
-
-def is_plain(model: nn.Module, kinds: Collection[type] = (torch.Tensor, nn.Parameter)) -> bool:
+def is_plain(model: nn.Module) -> bool:
     """Return whether all tensors of a model are ordinary ones, of which an empty copy can be made."""
-    return all(type(tensor) in kinds for _, tensor in named_tensors(model))
+    return all(type(tensor) in (torch.Tensor, nn.Parameter) for _, tensor in named_tensors(model))
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

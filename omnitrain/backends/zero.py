@@ -44,6 +44,7 @@ from omnitrain.checkpoint.state_dicts import (
     from_json,
     like,
     load_with_custom_hooks,
+    parameter_names,
     state_specs,
     to_json,
     unwrap,
@@ -229,7 +230,7 @@ class Zero(DDP):
                 f"`optimizer` ({type(optimizer).__name__}) has train() and eval(), which change the weights for "
                 "evaluations, and DeepSpeed keeps these in its own buffers. Use DDP or FSDP, or another optimizer."
             )
-        names = {id(parameter): bare_name(name) for name, parameter in self.model.named_parameters()}
+        names = parameter_names(self.model)
         groups = getattr(optimizer, "param_groups", None) or [{"params": optimizer.params}]
         # DeepSpeed leaves groups without parameters out
         self._groups = [[names[id(parameter)] for parameter in group["params"]] for group in groups if group["params"]]
@@ -264,7 +265,7 @@ class Zero(DDP):
         """
         zero = self._zero
         self._gathers_weights = stage == 3
-        self._names = {id(parameter): name for name, parameter in self._parameters().items()}
+        self._names = parameter_names(self.model)
         if stage == 1 and not zero.overlap_comm:
             zero.reduce_gradients = functools.partial(_fill_and_reduce, zero, zero.reduce_gradients)
         elif hasattr(zero, place := _REDUCTIONS.get(stage, "")):
