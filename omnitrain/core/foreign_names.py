@@ -175,6 +175,7 @@ IMPORTS: dict[str, str] = _read("""
 """Names of other packages that are not in this one."""
 
 _DATA = "It is the first argument, `dataset`."
+_BEFORE = "Pass it to the constructor, as `eval_batch_size` and `progress_bar`; `load_checkpoint(path)` comes before."
 _MORE = "The constructor takes the length; after a run that is done, `train(more=1)` goes on."
 CALLS: dict[str, dict[str, str]] = {
     "train": _read(f"""
@@ -187,17 +188,15 @@ CALLS: dict[str, dict[str, str]] = {
     "evaluate": _read(f"""
         eval_dataset dataloaders dataloader eval_dataloader data x y -> {_DATA}
         metric_key_prefix -> It is `prefix`.
-        verbose batch_size ckpt_path model ignore_keys -> Pass it to the constructor, as `eval_batch_size` and
-            `progress_bar`; `load_checkpoint(path)` comes before.
+        verbose batch_size ckpt_path model ignore_keys -> {_BEFORE}
     """),
     "test": _read(f"""
         test_dataset dataloaders dataloader test_dataloader data x y -> {_DATA}
-        verbose batch_size ckpt_path model -> Pass it to the constructor; `load_checkpoint(path)` comes before.
+        verbose batch_size ckpt_path model -> {_BEFORE}
     """),
     "predict": _read(f"""
         test_dataset dataloaders dataloader data x -> {_DATA}
-        batch_size verbose ckpt_path model return_predictions -> Pass it to the constructor, as `eval_batch_size`;
-            `load_checkpoint(path)` comes before.
+        batch_size verbose ckpt_path model return_predictions -> {_BEFORE}
     """),
     "save_model": _read("output_dir folder filepath filename directory -> It is `path`."),
     "save_checkpoint": _read("""
