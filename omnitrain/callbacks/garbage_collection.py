@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 from omnitrain.core.duration import Duration, Every
-from omnitrain.core.errors import ConfigError
+from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.core.events import Callback, TrainerLike
 
 
@@ -38,8 +38,7 @@ class GarbageCollection(Callback):
                 f"`every={every!r}` may be due after different steps on the ranks, and all ranks must "
                 "collect after the same one. Give it in steps ('1000ba'), epochs, samples or tokens."
             )
-        if isinstance(generation, bool) or generation not in (0, 1, 2):
-            raise ConfigError(f"`generation` must be 0, 1 or 2, which is everything, got {generation!r}.")
+        check_number("generation", generation, least=0, most=2, is_whole=True)
         self.generation = generation
         self._every = Every(duration)
         self._was_enabled = False

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -681,21 +682,15 @@ def check_algorithms(algorithms: Iterable[Algorithm]) -> None:
     Raises:
         ConfigError: With two of them.
     """
-    known = list(algorithms)
-    for number, algorithm in enumerate(known):
-        for other in known[number + 1 :]:
-            names = type(algorithm).__name__, type(other).__name__
-            if names[1] in algorithm.conflicts or names[0] in other.conflicts:
-                raise ConfigError(
-                    f"`algorithms` holds {names[0]} and {names[1]}, which exclude each other. Leave one out."
-                )
-    averaging = [algorithm for algorithm in known if find_overrides([algorithm], "transform_weights")]
-    if len(averaging) > 1:
-        names = [type(algorithm).__name__ for algorithm in averaging]
-        raise ConfigError(
-            f"`algorithms` holds {names[0]} and {names[1]}, and only one may set the weights for evaluations. "
-            "Leave one out."
-        )
+    for pair in itertools.combinations(algorithms, 2):
+        names = [type(algorithm).__name__ for algorithm in pair]
+        reason = ""
+        if names[1] in pair[0].conflicts or names[0] in pair[1].conflicts:
+            reason = "which exclude each other"
+        elif len(find_overrides(pair, "transform_weights")) > 1:
+            reason = "and only one may set the weights for evaluations"
+        if reason:
+            raise ConfigError(f"`algorithms` holds {names[0]} and {names[1]}, {reason}. Leave one out.")
 
 
 def share_of_run(trainer: TrainerLike, who: str, step: int) -> float:
