@@ -334,7 +334,8 @@ class _Measured:
             size += self.memory.get("optimizer", 0) * shards
             count += 3 * len(loop.trainer.backend.parameters)
         with tempfile.TemporaryDirectory(prefix="omnitrain-") as folder:
-            loop.trainer._write_processor(Path(folder))  # type: ignore[attr-defined]
+            if loop.settings.processing_class is not None:
+                loop.settings.processing_class.save_pretrained(folder)
             size += sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
         return size + count * _ENTRY_BYTES + _RECORD_BYTES
 

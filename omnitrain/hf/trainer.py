@@ -131,6 +131,8 @@ class HFTrainer(TransformersAPI):
         name: use for name, use in hooks.NEVER_CALLED.items() if not hasattr(StockTrainer, name)
     }
 
+    _evaluation_class = HFEvaluation
+    _loop_class = EngineLoop
     engine_class: type[Engine] = Engine
     engine: Engine
     accelerator: Any = None
@@ -556,12 +558,11 @@ class HFTrainer(TransformersAPI):
     def _make_backend(self, model: nn.Module, make: Callable[..., Backend] | None = None) -> Backend:
         return super()._make_backend(model, make or functools.partial(build_backend, self._sharding, self.settings))
 
-    def _assemble(self, *parts: Any) -> None:
-        super()._assemble(
-            HFEvaluation,
-            EngineLoop,
-            lambda folder: self.engine.write_transformers_files(folder, self._stock_checkpoints),
-        )
+    def _write_extra_files(self, folder: Path) -> None:
+        self.engine.write_transformers_files(folder, self._stock_checkpoints)
+
+    def _assemble(self) -> None:
+        super()._assemble()
         if self._early_stopping_threshold is not None:
             self.objective.delta = self._early_stopping_threshold
 

@@ -9,7 +9,7 @@ from abc import ABC
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack, cast
 
 import torch
 from torch import nn
@@ -76,6 +76,7 @@ from omnitrain.metrics.scorer import Scorer, make_scorer, scores_for
 from omnitrain.model.losses import LossMean
 from omnitrain.model.units import ModelUnit, check_untrained_loss, forward_names, move_loss, move_unit
 from omnitrain.optim.build import (
+    ScheduleLR,
     build_optimizer,
     build_scheduler,
     check_optimizers,
@@ -150,6 +151,9 @@ class BaseTrainer(Hooks, ABC):
     _loop: Loop
     _evaluation: Evaluation
     _checkpointer: Checkpointer
+    # What a subclass makes these parts of.
+    _evaluation_class: ClassVar[type[Evaluation]] = Evaluation
+    _loop_class: ClassVar[type[Loop]] = Loop
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -521,13 +525,8 @@ class BaseTrainer(Hooks, ABC):
         """Whether the run evaluates."""
         return self.eval_loader is not None
 
-    def _assemble(
-        self,
-        evaluation: Callable[..., Evaluation] = Evaluation,
-        loop: Callable[..., Loop] = Loop,
-        write_extra_files: Callable[[Path], None] | None = None,
-    ) -> None:
-        """Make the parts of a run, which start counting at zero; a subclass may have other makers of some."""
+    def _assemble(self) -> None:
+        """Make the parts of a run, which start counting at zero."""
         settings, ranks, sets = self.settings, self.ranks, self._sets
         metric = settings.optimization_metric
         direction = metric_direction(metric, self.scorer, sets.eval)
@@ -544,12 +543,13 @@ class BaseTrainer(Hooks, ABC):
         self._step = Step(self, lifecycle, sets, self._feed)
         eval_weights = EvalWeights(self, self.backend, self.algorithms)
         contents = Contents(self, lifecycle, self._step, sets, self._initial, eval_weights)
-        write_extra_files = write_extra_files or self._write_processor
-        self._checkpointer = Checkpointer(self, lifecycle, contents, eval_weights, self.store, write_extra_files)
-        self._evaluation = evaluation(self, self._feed, self.scorer, eval_weights, lifecycle)
+        self._checkpointer = Checkpointer(self, lifecycle, contents, eval_weights, self.store, self._write_extra_files)
+        self._evaluation = self._evaluation_class(self, self._feed, self.scorer, eval_weights, lifecycle)
         if self._evaluates:
             self._evaluation.check(objective, sets.eval)
-        self._loop = loop(self, lifecycle, sets, self._feed, self._step, self._evaluation, self._checkpointer)
+        self._loop = self._loop_class(
+            self, lifecycle, sets, self._feed, self._step, self._evaluation, self._checkpointer
+        )
 
     def _finish_setup(self, lr_scheduler: Any = None, warmup_steps: Any = None) -> None:
         """Build the schedule, once `_setup_training_components` has put the model in place."""
@@ -571,7 +571,12 @@ class BaseTrainer(Hooks, ABC):
         )  # fmt: skip
         if not isinstance(spec, str | Schedule | None):
             self._initial.record_schedule(self.lr_scheduler)
-        self._step.check_schedule(self.lr_scheduler, self._loop.has_custom_epoch)
+        if self._loop.has_custom_epoch and isinstance(self.lr_scheduler, ScheduleLR) and self.lr_scheduler.follows:
+            raise ConfigError(
+                f"`lr_scheduler={self.lr_scheduler.schedule!r}` follows samples, tokens or time, which nothing counts "
+                "in a custom `_train_epoch`. Give its lengths in steps or epochs, and the run's by `max_steps` or "
+                "`epochs`."
+            )
         if follows_evaluations(self.lr_scheduler):
             if not self._evaluates:
                 kind = type(self.lr_scheduler).__name__
@@ -589,8 +594,8 @@ class BaseTrainer(Hooks, ABC):
         bare = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         self.lifecycle.register_components(state_dicts.unwrap(self.backend.model), bare, self.lr_scheduler)
 
-    def _write_processor(self, folder: Path) -> None:
-        """Write the tokenizer or processor next to the weights, so that `from_pretrained` opens both."""
+    def _write_extra_files(self, folder: Path) -> None:
+        """Write the tokenizer or processor next to the weights of a checkpoint: `from_pretrained` opens both."""
         if self.processing_class is not None:
             self.processing_class.save_pretrained(str(folder))
 

@@ -631,15 +631,6 @@ class Step:
             emit(Event.AFTER_ZERO_GRAD)
         return applied
 
-    def check_schedule(self, scheduler: Any, has_custom_epoch: bool) -> None:
-        """Reject a schedule that follows counts which a custom epoch, in which nothing is counted, does not update."""
-        if has_custom_epoch and isinstance(scheduler, ScheduleLR) and scheduler.follows:
-            raise ConfigError(
-                f"`lr_scheduler={scheduler.schedule!r}` follows samples, tokens or time, which nothing counts in a "
-                "custom `_train_epoch`. Give its lengths in steps or epochs, and the run's by `max_steps` or "
-                "`epochs`."
-            )
-
     def step_schedule(self, scheduler: Any, applied: bool = True, ends_epoch: bool = False) -> None:
         """Set the rates of the next step, or of the next epoch.
 
