@@ -62,7 +62,8 @@ def test_performance_page_has_figures_of_its_file(performance: Any) -> None:
     "script", thinned([path.name for path in sorted(BENCHMARKS.glob("[!_]*.py"))], ["performance.py"])
 )
 def test_benchmark_starts_outside_of_the_tests(script: str, tmp_path: Path) -> None:
-    assert run(BENCHMARKS / script, "--help", cwd=tmp_path).startswith("usage: ")
+    lines = run(BENCHMARKS / script, "--help", cwd=tmp_path).splitlines()
+    assert any(line.startswith("usage: ") for line in lines)  # libraries may write lines before
 
 
 @pytest.mark.slow

@@ -39,8 +39,11 @@ ALSO = {
     "args": ["training_args"], "training_args": ["train_dataset"], "optimization_metric": ["optimization_direction"],
 }  # fmt: skip
 """What an error may name instead."""
-OF_THE_USER = ("data_collator", "loss_fn", "unit", "compute_metrics", "early_stopper", "preprocess_logits_for_metrics")
-"""What is called with the user's data, and may raise what it likes there."""
+OF_THE_USER = (
+    "data_collator", "loss_fn", "unit", "compute_metrics", "early_stopper", "preprocess_logits_for_metrics",
+    "log_steps", "eval_steps", "save_steps",
+)  # fmt: skip
+"""What is called with the user's data, or the progress, and may raise what it likes there."""
 
 
 def arguments_of(kind: type) -> list[str]:

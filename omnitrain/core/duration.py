@@ -270,6 +270,11 @@ def parse_interval(value: Interval, name: str) -> list[IntervalRule]:
         if match:
             rules.append(IntervalRule(Duration.parse(match[1], "ba", name), Duration.parse(match[2], "ba", name)))
         else:
+            if isinstance(part, type):
+                raise ConfigError(
+                    f"`{name}` is the class {part.__name__!r}, and may be a function of the progress that returns "
+                    "whether it is due. Pass a function, or an interval such as '1ep' or 500."
+                )
             every: Any = part if callable(part) else Duration.parse(part, "ba", name)
             rules.append(IntervalRule(every))
     return rules

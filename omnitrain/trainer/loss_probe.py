@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import sys
@@ -58,15 +59,18 @@ def ask_loss(trainer: Hooks, batches: Sequence[Any]) -> None:
 
 
 def _first_of(batches: Sequence[Any]) -> Any:
-    """Return the first batch; with the second one, if both have a single row, which shows nothing about weights."""
+    """Return the first batch; with those after it while it has too few rows to show what the loss is a mean over."""
     if not batches:
         return None
-    first = batches[0]
+    joined = list(batches[:_ROWS])
     with contextlib.suppress(DataError, AttributeError, KeyError, IndexError, TypeError):
-        if len(batches) > 1 and not isinstance(first, TaskBatch) and count_samples(first) == 1:
-            both = join_batches(first, batches[1], 1)
-            return first if both is None else both
-    return first
+        rows = _ROWS if isinstance(joined[0], TaskBatch) else count_samples(joined[0])
+        while 0 < rows < _ROWS and len(joined) > 1:
+            pairs = [join_batches(*pair, rows) for pair in zip(joined[::2], joined[1::2], strict=False)]
+            if pairs[0] is None:
+                break
+            joined, rows = list(itertools.takewhile(lambda pair: pair is not None, pairs)), 2 * rows
+    return joined[0]
 
 
 def _ask(probe: _Probe) -> None:

@@ -171,7 +171,7 @@ def test_limits_of_fractional_epochs(hundredths: int, size: int) -> None:
     (lambda: Duration(0.3, "dur").amount(Progress()), r"0\.3dur"),  # of a run of unknown length
     (lambda: Every(Duration(0.3, "dur")), r"0\.3dur"),
     *((lambda value=value: parse_interval(value, "save_steps"), "`save_steps`") for value in (
-        [], "5ba after", "after 5ba", "5ba after 0ba", "5 after 1ep", ["1ep", None], [[1]])),
+        [], "5ba after", "after 5ba", "5ba after 0ba", "5 after 1ep", ["1ep", None], [[1]], int)),
 ])  # fmt: skip
 def test_limits_and_intervals_reject_wrong_values(call: Any, name: str) -> None:
     with pytest.raises(ConfigError, match=name):

@@ -113,6 +113,7 @@ def test_summary_shows_the_stop_reason_and_how_to_resume(
     end: list[Any], options: dict[str, Any], expected: str, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr(sys, "ps1", raising=False)  # of a prompt, which another test may have started
     shown = last_line(capsys, *end, **options)
     assert shown == expected if end else expected in shown
     if end is INTERRUPTS and not options:

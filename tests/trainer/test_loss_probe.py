@@ -205,6 +205,15 @@ def test_loss_that_is_no_mean_is_rejected_if_split(
     assert caplog.text.count("depends on `eval_batch_size`") == 1
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_small_batches_are_probed_together(batch: int) -> None:
+    """The first two rows weigh alike, so that they say nothing."""
+    options = classes(loss_fn=hidden_weights)
+    options["data"] = [options["data"][i] for i in (1, 3, 0, 2)]
+    with pytest.raises(ConfigError, match="mean_over"):
+        make(Trainer, batch=batch, accumulation=4 // batch, **options).train()
+
+
 class Masked(Own):
     """A sequence labeller that ignores label 0, which is its padding."""
 
