@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -113,20 +114,13 @@ def _recording(probe: PassProbe) -> Iterator[dict[str, tuple[list[torch.Tensor],
         tensors = (tensor.detach() for tensor in tensors_in(value) if tensor.is_floating_point())
         return [tensor.clone() for tensor in tensors if tensor.ndim and tensor.shape[0] == rows]
 
-    def record(name: str, inputs: Any, options: Any, output: Any) -> None:
+    def record(name: str, module: nn.Module, inputs: Any, options: Any, output: Any) -> None:
         records.setdefault(name, (rows_in([*inputs, *options.values()]), rows_in(output)))
 
-    hooks = [
-        module.register_forward_hook(
-            lambda _, inputs, options, output, name=name: record(name, inputs, options, output), with_kwargs=True
-        )
-        for name, module in probe.model.named_modules()
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, module in probe.model.named_modules():
+            hooks.enter_context(module.register_forward_hook(functools.partial(record, name), with_kwargs=True))
         yield records
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _mixes(plain: Any, other: Any, probe: PassProbe) -> bool:

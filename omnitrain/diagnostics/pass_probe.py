@@ -65,46 +65,47 @@ class PassProbe:
         with contextlib.suppress(DataError):
             parts = split_batch(self.full_batch, _ROWS)
             self.full_batch, self.share = parts[0], 1 / len(parts)
-        path, hooks = list[tuple[str, nn.Module, Any]](), list[Any]()
+        path = list[tuple[str, nn.Module, Any]]()
 
         def leave(*_: Any) -> None:  # a hook that returned anything would replace the output
             path.pop()
 
-        for name, module in self.model.named_modules():
-            enter = functools.partial(lambda name, module, inputs: path.append((name, module, inputs)), name)
-            hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-        try:
-            self.batch = transformed(self.loop, self.full_batch, prepares=True)
-            if self.is_collective:
-                with self.backend.eval_mode(self.trainer.settings.seed), self.autocast():
-                    self.output = self.backend.forward(self.trainer._forward, self.batch)
-                self.loss = float(mean_loss(self.output))
-            else:
-                # what a model makes in its very first pass stays for the others
-                with self.training(is_first=True), self.watching() as activations:
-                    loss = self.run(self.batch)
-                    self.loss = float(loss.detach())
-                    self.gradients = self.gradients_of(loss)
-                self.silent = {name for name, word in activations.items() if word}
-        except Exception as error:
-            if self.loop.ranks.world_size > 1 and self.is_collective:
-                raise
-            where, detail = "the first batch", ""
-            if path:
-                name, module, inputs = path[-1]
-                where = module_title(name, module)
-                shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_in(inputs))
-                detail = f"it gets {shapes or 'no tensors'}{_expected(module)}; "
-            return CheckFinding(
-                "error", "batch", where, f"{detail}{brief_error(error)}", "Training would fail in step 1."
-            )
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with contextlib.ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                enter = functools.partial(lambda name, module, inputs: path.append((name, module, inputs)), name)
+                hooks.enter_context(module.register_forward_pre_hook(enter))
+                hooks.enter_context(module.register_forward_hook(leave))
+            try:
+                self._run_first()
+            except Exception as error:
+                if self.loop.ranks.world_size > 1 and self.is_collective:
+                    raise
+                where, detail = "the first batch", ""
+                if path:
+                    name, module, inputs = path[-1]
+                    where = module_title(name, module)
+                    shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_in(inputs))
+                    detail = f"it gets {shapes or 'no tensors'}{_expected(module)}; "
+                text = f"{detail}{brief_error(error)}"
+                return CheckFinding("error", "batch", where, text, "Training would fail in step 1.")
         self.classes = _classes_of(self)
         return None
 
     # --- passes
+
+    def _run_first(self) -> None:
+        self.batch = transformed(self.loop, self.full_batch, prepares=True)
+        if self.is_collective:
+            with self.backend.eval_mode(self.trainer.settings.seed), self.autocast():
+                self.output = self.backend.forward(self.trainer._forward, self.batch)
+            self.loss = float(mean_loss(self.output))
+        else:
+            # what a model makes in its very first pass stays for the others
+            with self.training(is_first=True), self.watching() as activations:
+                loss = self.run(self.batch)
+                self.loss = float(loss.detach())
+                self.gradients = self.gradients_of(loss)
+            self.silent = {name for name, word in activations.items() if word}
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a forward pass; without a loss scale, fp16 would lose small gradients."""
@@ -223,7 +224,7 @@ class PassProbe:
         """Yield a dict that gets, for each activation module that runs inside, "dead", "saturated" or ""."""
         states: dict[str, str] = {}
 
-        def look(name: str, module: nn.Module, output: Any) -> None:
+        def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
             if not isinstance(output, torch.Tensor) or not output.numel():
                 return
             values, state = output.detach(), ""
@@ -234,16 +235,11 @@ class PassProbe:
                     state = "saturated"
             states[name] = state if states.get(name, state) == state else ""
 
-        kinds = (*_RECTIFYING, *_SATURATING)
-        hooks = [
-            module.register_forward_hook(lambda module, _, output, name=name: look(name, module, output))
-            for name, module in self.model.named_modules() if isinstance(module, kinds)
-        ]  # fmt: skip
-        try:
+        with contextlib.ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                if isinstance(module, (*_RECTIFYING, *_SATURATING)):
+                    hooks.enter_context(module.register_forward_hook(functools.partial(look, name)))
             yield states
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def mean_loss(output: StepOutput) -> torch.Tensor:
