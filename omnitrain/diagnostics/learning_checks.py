@@ -135,10 +135,9 @@ def check_overfitting(probe: PassProbe, steps: int = 30) -> Outcome:
     begin, best, taken_steps, rate_used = time.perf_counter(), math.inf, 0, 0.0
     start, zero = probe.loss, {name for name, gradient in probe.gradients.items() if _is_zero(gradient)}
     silent: dict[str, str] = {}
-    parameters = [parameter for _, parameter in probe.trainable()]
     for rate in _OVERFIT_RATES:
         with probe.training(), unchanged_weights(probe.backend):
-            optimizer = torch.optim.Adam(parameters, rate)
+            optimizer = torch.optim.Adam(dict(probe.trainable()).values(), rate)
             for number in range(steps):
                 with probe.watching() as activations:
                     loss = probe.run(probe.batch)
@@ -160,8 +159,7 @@ def check_overfitting(probe: PassProbe, steps: int = 30) -> Outcome:
                 for name, parameter in probe.trainable():
                     parameter.grad = gradients[name]
                 optimizer.step()
-                for parameter in parameters:
-                    parameter.grad = None
+                optimizer.zero_grad()
         has_fallen = start - best > 0.1 * max(abs(start), 1e-6)
         if not probe.is_any(not has_fallen) or probe.is_any(time.perf_counter() - begin > seconds):
             break

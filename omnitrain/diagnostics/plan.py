@@ -311,17 +311,13 @@ class _Measured:
             for optimizer in backend.optimizers.values() or [backend.optimizer]:
                 clone = clone_optimizer(optimizer)
                 parameters = [parameter for group in clone.param_groups for parameter in group["params"]]
-                gradients = [parameter.grad for parameter in parameters]
                 for parameter in parameters:
                     parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-                try:
-                    began = time.perf_counter()
-                    clone.step()
-                    self._synchronize()
-                    seconds += time.perf_counter() - began
-                finally:
-                    for parameter, gradient in zip(parameters, gradients, strict=True):
-                        parameter.grad = gradient
+                began = time.perf_counter()
+                clone.step()
+                self._synchronize()
+                seconds += time.perf_counter() - began
+                clone.zero_grad()  # those of the user are restored when the plan is made
                 state = [value for entries in clone.state.values() for value in entries.values()]
                 state_bytes += bytes_of(state, None)
             self.memory["optimizer"], self.seconds["update"] = state_bytes, seconds
@@ -373,10 +369,8 @@ def _counting_saved(backend: Any) -> Iterator[dict[str, Any]]:
     for tensor in (*backend.model.parameters(), *backend.model.buffers()):
         with contextlib.suppress(RuntimeError, NotImplementedError):
             count["excluded"].add(_key_of(tensor))
-    waiting = [0]
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        waiting[0] += 1
         with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
             key = _key_of(tensor)
             if key not in count["excluded"]:

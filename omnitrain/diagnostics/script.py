@@ -139,7 +139,6 @@ class Script:
         *,
         name: str = "output",
         timeout: float = 3600.0,
-        variables: Mapping[str, str] | None = None,
         is_stuck: Callable[[], bool] = lambda: False,
     ) -> Outcome:
         """Run the script to its end, in the current folder, and end all processes that it has started.
@@ -149,12 +148,11 @@ class Script:
             overrides: What differs for the trainers in it.
             name: The name of the file of the output, without suffix.
             timeout: Seconds after which it is killed.
-            variables: More environment variables.
             is_stuck: Called a few times a second; True kills it, as does the time limit.
         """
         folder.mkdir(parents=True, exist_ok=True)
         output, run_id, start = folder / f"{name}.log", uuid.uuid4().hex, time.monotonic()
-        environment = _environment() | {VARIABLE: self.complete(overrides), _RUN_ID: run_id} | dict(variables or {})
+        environment = _environment() | {VARIABLE: self.complete(overrides), _RUN_ID: run_id}
         timed_out = False
         with _signals_as_exits():  # before it starts, or a signal in between would leave it running
             process = subprocess.Popen(
