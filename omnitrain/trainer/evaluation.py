@@ -321,7 +321,7 @@ class Evaluation:
                 if self.is_interrupted(number):
                     return None
                 if needs_loss and not number and self._unit is None and not trainer.loss_mean.is_checked:
-                    ask_loss(trainer, [batch])
+                    ask_loss(trainer, [batch], is_final=False)
                 counts = samples > 0  # otherwise it is a dummy batch
                 # 0 stands for a dummy batch here, and None for an unknown number
                 self.feed.samples = samples or None

@@ -36,11 +36,12 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 _ROWS = 4
 
 
-def ask_loss(trainer: Hooks, batches: Sequence[Any]) -> None:
+def ask_loss(trainer: Hooks, batches: Sequence[Any], is_final: bool = True) -> None:
     """Probe the loss with a batch; once in a run, on all ranks.
 
     The passes are those of an evaluation: modes, random numbers and weights stay unchanged. A loss that cannot be
-    probed, since it fails, draws random numbers or gets labels of one class only, is taken to be what it seems.
+    probed, since it fails, draws random numbers or gets labels of one class only, is taken to be what it seems. Unless
+    `is_final`, it is probed again later if the batch has few rows.
     """
     trainer.loss_mean.is_checked = True
     batch = _first_of(batches)
@@ -55,7 +56,7 @@ def ask_loss(trainer: Hooks, batches: Sequence[Any]) -> None:
                 forward = functools.partial(lambda name, model, batch: trainer.unit.run_task(name, batch), name)
                 _ask(_Probe(trainer, part, forward, trainer.unit.mean_of(name)))
         else:
-            _ask(_Probe(trainer, batch, trainer._forward, trainer.loss_mean))
+            _ask(_Probe(trainer, batch, trainer._forward, trainer.loss_mean), is_final)
 
 
 def _first_of(batches: Sequence[Any]) -> Any:
@@ -73,11 +74,11 @@ def _first_of(batches: Sequence[Any]) -> Any:
     return joined[0]
 
 
-def _ask(probe: _Probe) -> None:
+def _ask(probe: _Probe, is_final: bool = True) -> None:
     mean, ranks = probe.mean, probe.trainer.ranks
-    mean.is_checked = True
-    counts = ranks.sum("what the loss can be asked", float(probe.can_shift), float(probe.can_split))
-    can_shift, can_split = (count == ranks.world_size for count in counts)
+    flags = probe.can_shift, probe.can_split, is_final or probe.rows == _ROWS
+    counts = ranks.sum("what the loss can be asked", *map(float, flags))
+    can_shift, can_split, mean.is_checked = (count == ranks.world_size for count in counts)
     if can_shift:
         shifts = [shift for shift in ranks.gather("whether labels are shifted", probe.shifts()) if shift is not None]
         if shifts:
@@ -103,6 +104,7 @@ def _take_rule(mean: LossMean, answers: list[list[int] | None], probe: _Probe) -
         return
     kinds = probe.trainer.ranks.gather("what the loss depends on", probe.kind_of_dependence())
     mean.is_mean = not all(kind == "means" for kind in kinds)
+    mean.is_checked = True
     if not probe.trainer.ranks.is_main:
         return
     loss_fn, model = probe.trainer.settings.loss_fn, probe.trainer.backend.model
@@ -163,11 +165,11 @@ class _Probe:
         self.has_router = False
         """Whether the loss has a part that balances experts."""
         self.parts: list[Any] = []
-        self.batch = batch
+        self.batch, self.rows = batch, 0
         with contextlib.suppress(DataError):
             self.batch = batch if batch is None else split_batch(batch, _ROWS)[0]
-            rows = 0 if batch is None else count_samples(self.batch)
-            self.parts = split_batch(self.batch, -(-rows // 2)) if rows > 1 else []
+            self.rows = 0 if batch is None else count_samples(self.batch)
+            self.parts = split_batch(self.batch, -(-self.rows // 2)) if self.rows > 1 else []
         self.labels: Any = None if batch is None else get_labels(self.batch, self.names)
         self._has_token_labels: bool = (
             isinstance(self.labels, torch.Tensor)

@@ -207,9 +207,10 @@ def test_loss_that_is_no_mean_is_rejected_if_split(
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_small_batches_are_probed_together(batch: int) -> None:
-    """The first two rows weigh alike, so that they say nothing."""
+    """The first two rows weigh alike, so that they say nothing, in an evaluation before the first step neither."""
     options = classes(loss_fn=hidden_weights)
     options["data"] = [options["data"][i] for i in (1, 3, 0, 2)]
+    options |= {"eval_dataset": options["data"], "eval_batch_size": batch}
     with pytest.raises(ConfigError, match="mean_over"):
         make(Trainer, batch=batch, accumulation=4 // batch, **options).train()
 
