@@ -211,7 +211,7 @@ def test_record_lists_starts_and_changes(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "a b"])
     make(tmp_path, epochs=2).train(resume_from="auto")
     capsys.readouterr()
-    assert main(["show", "run", str(tmp_path)]) == 0
+    assert main(["checkpoint", "record", str(tmp_path)]) == 0
     output, _, changes = capsys.readouterr().out.partition("changes since start 1")
     assert "checkpoint-4" in output and "python train.py 'a b'" in output and socket.gethostname() in output
     assert "settings.epochs" in changes and "environment.CUDA_VISIBLE_DEVICES" in changes
@@ -234,5 +234,5 @@ def test_record_rejects_folders_without_a_record(tmp_path: Path, capsys: pytest.
         ("none", 2, "none' does not exist"), ("empty", 2, "has no 'run.json' and no checkpoints"),
         ("torn", 1, "no record of the starts"), ("run", 2, "checkpoint-4' has no record of its run"),
     ):  # fmt: skip
-        assert main(["show", "run", str(tmp_path / name)]) == code
+        assert main(["checkpoint", "record", str(tmp_path / name)]) == code
         assert message in capsys.readouterr().err
