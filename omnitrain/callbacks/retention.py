@@ -77,9 +77,7 @@ class Retention(Callback):
         reduces: bool = False,
     ) -> None:
         self.store = store
-        self.keep_last = keep_last
-        self.keep_best = keep_best
-        self.keep_every = keep_every
+        self._to_delete = functools.partial(to_delete, keep_last=keep_last, keep_best=keep_best, keep_every=keep_every)
         self.replaces = replaces
         self.reduces = reduces
         # The steps of an earlier run that are still to be deleted.
@@ -101,10 +99,6 @@ class Retention(Callback):
                 path = trainer.lifecycle.saved_path  # of a step that the earlier run may have saved, too
                 self._stale_steps = {step for step in self._stale_steps if self.store.path(step) != path}
                 self._stale_steps -= set(self.store.delete(self._stale_steps))
-            choose = functools.partial(
-                to_delete, keep_last=self.keep_last, keep_best=self.keep_best, keep_every=self.keep_every,
-                direction=trainer.objective.direction,
-            )  # fmt: skip
-            self.store.prune(choose)
+            self.store.prune(functools.partial(self._to_delete, direction=trainer.objective.direction))
             if self.reduces:
                 self.store.keep_only_weights()
