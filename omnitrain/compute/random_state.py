@@ -11,7 +11,6 @@ import ctypes
 import os
 import random
 import struct
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -64,7 +63,7 @@ class _PythonGenerator:
     def __init__(self) -> None:
         self._generator: Any = random.random.__self__  # type: ignore[attr-defined]
         self._memory: Any = None
-        if sys.implementation.name == "cpython" and self._generator.__sizeof__() >= object.__basicsize__ + 2500:
+        if self._generator.__sizeof__() >= object.__basicsize__ + 2500:
             memory = (ctypes.c_uint32 * 625).from_address(id(self._generator) + object.__basicsize__)
             words = random.getstate()[1]
             if tuple(memory) == (words[-1], *words[:-1]):
@@ -95,8 +94,6 @@ def _find_flag() -> Any:
     the whole state.
     """
     generator: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
-    if sys.implementation.name != "cpython":
-        return None
     before, number = generator.get_state(legacy=False), 1.2345678901234567e-89
     try:
         generator.set_state({**before, "has_gauss": 1, "gauss": number})
