@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, overload
 
@@ -142,8 +143,9 @@ class ProofResult(ResultView):
         return 0 if self.ok else 1
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON types."""
-        raise NotImplementedError
+        """Return `ok` and the fields that a dataclass shows, as JSON types."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.repr}  # type: ignore[arg-type]
+        return {"ok": self.ok, **json.loads(json.dumps(values, default=asdict))}
 
     def _repr_html_(self) -> str:
         """Show the table in notebooks, or the text of a result without one."""

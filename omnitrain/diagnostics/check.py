@@ -50,11 +50,6 @@ class CheckResult(ProofResult):
         """Whether there is no error and no warning."""
         return all(finding.severity == "note" for finding in self.findings)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON types."""
-        findings = [asdict(finding) for finding in self.findings]
-        return {"ok": self.ok, "findings": findings, "outcomes": self.outcomes, "seconds": round(self.seconds, 3)}
-
     def __str__(self) -> str:
         """Return the outcome of each check, then the findings."""
         width = max(map(len, self.outcomes), default=0)

@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,6 @@ class RunPlan(ProofResult):
     def ok(self) -> bool:
         """Whether everything fits, as far as that is known."""
         return not self.warnings
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON types."""
-        return {"ok": self.ok, **{name: value for name, value in asdict(self).items() if name != "_ranks"}}
 
     def _table(self) -> Table:
         length, memory, disk, seconds = self.length, self.memory, self.disk, self.seconds

@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -66,7 +66,7 @@ class Replay(ProofResult):
     grad_norms: list[float]
     loss: float | None
     grad_norm: float | None
-    batch: Any
+    batch: Any = field(repr=False)
     same: list[str]
     differs: list[str]
     notes: list[str]
@@ -75,12 +75,6 @@ class Replay(ProofResult):
     def ok(self) -> bool:
         """Whether nothing disagrees with the run."""
         return not self.differs
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON types, without the batch."""
-        return {"ok": self.ok} | {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name != "batch"
-        }
 
     def __str__(self) -> str:
         """Return the step, and its samples with the largest gradients."""

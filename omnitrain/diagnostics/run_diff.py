@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,6 @@ class RunDiff(ProofResult):
     def ok(self) -> bool:
         """Whether the runs are equal in every step that both have."""
         return self.step is None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON types."""
-        return {"ok": self.ok, **{name: value for name, value in asdict(self).items() if name != "losses"}}
 
     def _figure(self) -> Any:
         figure, (axes,) = create_panels("RunDiff", 1)
