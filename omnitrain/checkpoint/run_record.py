@@ -298,7 +298,7 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
         starts = content["starts"]
         if content["format_version"] > FORMAT_VERSION:
             problem = f" It has format_version {content['format_version']}: upgrade omnitrain."
-        elif isinstance(starts, list) and all(isinstance(start, dict) for start in starts):
+        elif isinstance(starts, list) and set(map(type, starts)) <= {dict}:
             return starts
     except (ValueError, TypeError, KeyError, RecursionError):
         pass

@@ -427,11 +427,11 @@ class Feed:
 
     def rows_of(self, batch: Any) -> int:
         """Return the rows of a batch; of an object that has no length, the samples that it was made of."""
-        if self.samples is None:
-            return count_samples(batch)
         try:
             return count_samples(batch)
         except DataError:
+            if self.samples is None:
+                raise
             return self.samples
 
     # --- evaluations
