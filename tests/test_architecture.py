@@ -62,9 +62,9 @@ HEAVY = {
 LOADED_ON_FIRST_USE = {"AccelerateTrainer", "HFTrainer", "HFTrainingArguments"}
 
 MAX_WALKS = {
-    "Trainer": {"step": (87, 18), "evaluate": (100, 19), "save": (155, 29), "load": (160, 20), "resume": (729, 59)},
-    "AccelerateTrainer": {"step": (90, 19), "evaluate": (100, 20)},
-    "HFTrainer": {"step": (131, 24), "evaluate": (121, 25)},
+    "Trainer": {"step": (87, 18), "evaluate": (97, 19), "save": (154, 29), "load": (160, 20), "resume": (727, 59)},
+    "AccelerateTrainer": {"step": (90, 19), "evaluate": (97, 20)},
+    "HFTrainer": {"step": (130, 24), "evaluate": (118, 25)},
 }
 """The most functions, and files of the package, that a step, an evaluation, a save, a load or a resume enters.
 
