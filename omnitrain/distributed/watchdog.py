@@ -1,8 +1,8 @@
 """Detection of ranks that failed, are gone or make no progress.
 
-`StallDetector` decides from heartbeats, and knows nothing of how they are sent. Times are the observer's own: how long
-it has seen no change; clocks of different machines are never compared. `Watchdog` sends and reads heartbeats and
-reports of errors through a store, which can be read while a collective is stuck, and ends the process if it is.
+`StallDetector` judges ranks by their heartbeats, and knows nothing of how they are sent. Times are the observer's own:
+how long it has seen no change; clocks of different machines are never compared. `Watchdog` sends and reads heartbeats
+and reports of errors through a store, which can be read while a collective is stuck, and ends the process if it is.
 """
 
 from __future__ import annotations
@@ -130,6 +130,8 @@ class StallDetector:
     Args:
         only_silent: Whether to find only ranks whose heartbeats have stopped: whoever does not know all ranks cannot
             tell for which one the others wait.
+        world_size: The number of ranks, for messages.
+        limit: Seconds without progress of any rank after which the current call ends.
 
     >>> detector, waiting = StallDetector(), Heartbeat(0, "step", 12, 70, True)
     >>> for second in range(41):
@@ -138,8 +140,11 @@ class StallDetector:
     [(1, 'data', 40.0)]
     """
 
-    def __init__(self, only_silent: bool = False) -> None:
+    def __init__(self, only_silent: bool = False, world_size: int = 1, limit: float = math.inf) -> None:
         self._only_silent = only_silent
+        self._everywhere = "" if world_size == 1 else f" on all {world_size} processes"
+        # Seconds without progress of any rank, or without a heartbeat of one, after which the current call ends.
+        self.limit, self.silence_limit = limit, math.inf
         self._ranks: dict[int, _RankState] = {}
         # The longest time that a rank was in a phase before it continued.
         self._longest: dict[str, float] = {}
@@ -210,6 +215,29 @@ class StallDetector:
         has_reported_all = all(self._ranks[stall.rank].reported is not None for stall in stalls)
         return stalls if has_reported_all or all(stall.is_silent for stall in stalls) else []
 
+    def judge(self, heartbeats: Mapping[int, Heartbeat], elapsed: float, logs: bool = True) -> list[Stall]:
+        """Log which ranks make no progress, by the latest heartbeats, and return those that end the run."""
+        lines = [*self.update(heartbeats, elapsed), *map(describe_stall, self.due(QUIET_S))]
+        for line in lines if logs else ():
+            logger.warning("%s", line)
+        stalled = self.stalled(min(self.silence_limit, self.limit))
+        if not all(stall.is_silent for stall in stalled):
+            stalled = self.stalled(self.limit)
+        return stalled if all(stall.may_end_run for stall in stalled) else []
+
+    def message(self, stalls: Sequence[Stall]) -> str:
+        """Return the message of the error that ends the run because of these ranks."""
+        start = f"{describe_stalls(stalls)} "
+        remedy = f"{self._everywhere}. Start it again with resume_from='auto'"
+        if stalls[0].seconds < self.limit:
+            return (
+                f"{start}While the processes of a run connect, {self.silence_limit:g} seconds of that end it{remedy}."
+            )
+        return (
+            f"{start}No progress for `timeout={self.limit:g}` seconds ends the run{remedy}, or with a longer `timeout` "
+            "if a part of it takes as long."
+        )
+
     @property
     def has_reported(self) -> bool:
         """Whether a rank was reported and has not continued."""
@@ -270,46 +298,12 @@ class Position:
         return Heartbeat(self._beat, self.phase, self.step, self.progress_count, self.is_waiting)
 
 
-class _Judge:
-    """Logs which ranks make no progress, and finds those that end the run."""
-
-    def __init__(self, world_size: int, limit: float, only_silent: bool = False) -> None:
-        self.detector = StallDetector(only_silent)
-        # Seconds without progress of any rank, or without a heartbeat of one, after which the current call ends.
-        self.limit, self.silence_limit = limit, math.inf
-        self._everywhere = "" if world_size == 1 else f" on all {world_size} processes"
-
-    def judge(self, heartbeats: Mapping[int, Heartbeat], elapsed: float, logs: bool = True) -> list[Stall]:
-        """Return the ranks that end the run, by the latest heartbeats."""
-        detector = self.detector
-        lines = [*detector.update(heartbeats, elapsed), *map(describe_stall, detector.due(QUIET_S))]
-        for line in lines if logs else ():
-            logger.warning("%s", line)
-        stalled = detector.stalled(min(self.silence_limit, self.limit))
-        if not all(stall.is_silent for stall in stalled):
-            stalled = detector.stalled(self.limit)
-        return stalled if all(stall.may_end_run for stall in stalled) else []
-
-    def message(self, stalls: Sequence[Stall]) -> str:
-        """Return the message of the error that ends the run because of these ranks."""
-        if stalls[0].seconds < self.limit:
-            return (
-                f"{describe_stalls(stalls)} While the processes of a run connect, {self.silence_limit:g} seconds of "
-                f"that end it{self._everywhere}. Start it again with resume_from='auto'."
-            )
-        return (
-            f"{describe_stalls(stalls)} No progress for `timeout={self.limit:g}` seconds ends the run"
-            f"{self._everywhere}. Start it again with resume_from='auto', or with a longer `timeout` if a part of it "
-            "takes as long."
-        )
-
-
 def watch_one_process(position: Position, limit: float, ended: threading.Event) -> None:
     """Report this process while it makes no progress, and end it after so many seconds."""
-    judge = _Judge(1, limit)
+    detector = StallDetector(limit=limit)
     for elapsed in _ticks(ended):
-        if stalls := judge.judge({0: position.heartbeat()}, elapsed):
-            abort(judge.message(stalls))
+        if stalls := detector.judge({0: position.heartbeat()}, elapsed):
+            abort(detector.message(stalls))
 
 
 class _SlowStoreError(RuntimeError):
@@ -346,8 +340,8 @@ class Watchdog:
         # Whether a rank has reached the end of the program, as last read from the store.
         self._has_left = False
         # The main rank judges all ranks, and the others whether its process runs.
-        self._judge = _Judge(self._size, max(timeout or TIMEOUT_S, SILENCE_S), only_silent=self._rank > 0)
-        self._judge.silence_limit = SILENCE_S
+        self._detector = StallDetector(self._rank > 0, self._size, max(timeout or TIMEOUT_S, SILENCE_S))
+        self._detector.silence_limit = SILENCE_S
         self._judging = threading.Lock()
         # The stalled ranks for which a rank with a signal no longer waits, by its own judgement and the main rank's.
         self._given_up: list[Stall] = []
@@ -370,12 +364,12 @@ class Watchdog:
     @contextlib.contextmanager
     def limited(self, timeout: float | None, is_start: bool) -> Iterator[None]:
         """Set the limits for a call; at a start, a rank without a heartbeat for a minute ends it."""
-        self._judge.silence_limit = SILENCE_S if is_start else math.inf
-        self._judge.limit = max(timeout or TIMEOUT_S, SILENCE_S if is_start else 0.0)
+        self._detector.silence_limit = SILENCE_S if is_start else math.inf
+        self._detector.limit = max(timeout or TIMEOUT_S, SILENCE_S if is_start else 0.0)
         try:
             yield
         finally:
-            self._judge.silence_limit = math.inf
+            self._detector.silence_limit = math.inf
 
     def wait_for_ranks(self) -> None:
         """Wait until all ranks have arrived here; threads watch those that have sent a heartbeat.
@@ -563,9 +557,7 @@ class Watchdog:
                 self.has_exited()
                 self._all_posted = self._all_posted or self._store.add("posted", 0) >= self._size
                 # the main rank reads the others only while it seems to wait for one
-                is_waiting = (
-                    idle >= min(_CHECK_S, QUIET_S / 2, self._judge.limit / 2) or self._judge.detector.has_reported
-                )
+                is_waiting = idle >= min(_CHECK_S, QUIET_S / 2, self._detector.limit / 2) or self._detector.has_reported
                 heartbeats = self._read_others(is_waiting) if self._all_posted else {}
                 self._judge_ranks({self._rank: heartbeat, **heartbeats}, unread)
                 unread = 0.0
@@ -596,11 +588,11 @@ class Watchdog:
         """End the run on all ranks if some have made no progress for too long."""
         with self._judging:
             # rank 1 reports about the main one
-            stalled = self._judge.judge(heartbeats, elapsed, logs=self._rank <= 1 or self._store_unresponsive)
-            self._given_up = self._judge.detector.given_up(SIGNALLED_S)
+            stalled = self._detector.judge(heartbeats, elapsed, logs=self._rank <= 1 or self._store_unresponsive)
+            self._given_up = self._detector.given_up(SIGNALLED_S)
         if not stalled or self.has_ended or self._current_failure() is not None:
             return
-        what, text = stalled[0].heartbeat.phase, self._judge.message(stalled)
+        what, text = stalled[0].heartbeat.phase, self._detector.message(stalled)
         report = {"what": what, "error": "no progress", "stall": text, "traceback": ""}
         self._send_report(report)
         self.settle_error(is_common=False)
