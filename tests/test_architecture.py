@@ -62,7 +62,7 @@ HEAVY = {
 LOADED_ON_FIRST_USE = {"AccelerateTrainer", "HFTrainer", "HFTrainingArguments"}
 
 MAX_WALKS = {
-    "Trainer": {"step": (87, 18), "evaluate": (97, 19), "save": (154, 29), "load": (160, 20), "resume": (727, 59)},
+    "Trainer": {"step": (87, 18), "evaluate": (97, 19), "save": (154, 29), "load": (160, 20), "resume": (726, 59)},
     "AccelerateTrainer": {"step": (90, 19), "evaluate": (97, 20)},
     "HFTrainer": {"step": (130, 24), "evaluate": (118, 25)},
 }

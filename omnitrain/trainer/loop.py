@@ -511,33 +511,33 @@ class Loop:
         It leaves no trace: no event, no row, no random number, no change of a buffer, nothing for the best or for
         patience. If one batch is not enough (the user's own metric may need all classes), the full set is evaluated.
         """
-        evaluation, loader = self.evaluation, self.sets.eval
+        transforms = find_overrides(self.trainer.algorithms, "transform_metrics")
         try:
-            with self.explaining_memory("evaluation"):
+            for only_first in (True, False):
                 try:
-                    self._check(evaluation.evaluate(loader, "eval", only_first=True))
+                    with self.explaining_memory("evaluation"):
+                        metrics = self.evaluation.evaluate(self.sets.eval, "eval", only_first)
+                        if metrics is None:  # interrupted by a signal
+                            return
+                        if self.settings.on_nonfinite == "raise":
+                            self._raise_if_nonfinite(metrics)
+                        if not transforms:
+                            self.lifecycle.objective.key(metrics)
+                        return
                 except (Inconclusive, ObjectiveError) as error:
+                    if not only_first:
+                        raise
                     reason = error.__cause__ or error
                     logger.warning(
                         "Before step 1 all of the evaluation set is evaluated, since its first batch cannot be scored "
                         "by itself (%s: %s). `sanity=False` leaves that out.", type(reason).__name__, reason,
                     )  # fmt: skip
-                    self._check(evaluation.evaluate(loader, "eval"))
         except Exception as error:
             error.add_note(
                 "It was the rehearsal of evaluations before the first step; `sanity=False` leaves that out, and the "
                 "first evaluation would raise the same."
             )
             raise
-
-    def _check(self, metrics: Mapping[str, float] | None) -> None:
-        """Raise if a run cannot use these metrics; None is an evaluation interrupted by a signal."""
-        if metrics is None:
-            return
-        if self.settings.on_nonfinite == "raise":
-            self._raise_if_nonfinite(metrics)
-        if not find_overrides(self.trainer.algorithms, "transform_metrics"):
-            self.lifecycle.objective.key(metrics)
 
     def _raise_if_nonfinite(self, metrics: Mapping[str, float]) -> None:
         """Raise if the loss of a set is not finite, and name the samples."""
