@@ -638,7 +638,7 @@ class HFTrainer(TransformersAPI):
         name = enum_value(args.lr_scheduler_type)
         if user_schedule not in (None, name):
             return None, warmup
-        run_length = RunLength("ba", self.total_steps, None, self.steps_per_epoch)
+        run_length = RunLength("ba", self.total_steps, steps_per_epoch=self.steps_per_epoch)
         if self._scheduler_config is not None:
             rates = {"warmup_min_lr": 0, "warmup_max_lr": self.learning_rate}
             counts = {"warmup_num_steps": run_length.steps_of(warmup), "total_num_steps": total}

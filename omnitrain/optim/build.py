@@ -288,7 +288,7 @@ class ScheduleLR(LambdaLR):
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, run_length: RunLength) -> None:
         needs_end = any(length.unit == "dur" for length in schedule.lengths())
-        run_length = run_length if needs_end else replace(run_length, limits=None)
+        run_length = run_length if needs_end else replace(run_length, ends=())
         self.schedule: Schedule = schedule
         self.run_length: RunLength = run_length
         self.follows: bool = run_length.follows(schedule)

@@ -37,15 +37,15 @@ class RunLength:
 
     Attributes:
         unit: What the position in the run is counted in.
-        end: How many of these there are; None where that is unknown, or where the limits say it.
-        limits: Where a run ends whose steps are unknown.
+        end: How many of these there are; None where that is unknown, or where `ends` says it.
+        ends: The limits of a run whose steps are unknown.
         steps_per_epoch: Optimizer steps of an epoch; None for data of unknown length.
         samples_per_epoch: Samples of an epoch; None for data of unknown length.
     """
 
     unit: str = "ba"
     end: int | None = None
-    limits: Limits | None = None
+    ends: Sequence[Duration] = ()
     steps_per_epoch: int | None = None
     samples_per_epoch: int | None = None
     # Earlier results of `convert`, which every step calls.
@@ -71,12 +71,7 @@ class RunLength:
             unit, end = "ep", -(-total // steps_per_epoch) if total is not None and steps_per_epoch else None
             # the steps of an epoch may change with the size of the batch
             has_limits = has_limits or (end is None and total is not None)
-        return cls(unit, end, limits if has_limits else None, steps_per_epoch, samples_per_epoch)
-
-    @property
-    def ends(self) -> Sequence[Duration]:
-        """The limits of a run whose steps are unknown."""
-        return () if self.limits is None else self.limits.durations
+        return cls(unit, end, limits.durations if has_limits else (), steps_per_epoch, samples_per_epoch)
 
     def convert(self, length: Duration, scale: float = 1.0) -> float | None:
         """Return a length times `scale` (a share of the run: without it) in this unit; None if only the run can tell.
@@ -141,7 +136,7 @@ class RunLength:
         """Raise ConfigError for a schedule, called `name`, that this run cannot have or that leaves nothing of it."""
         for part in schedule.parts:
             for length in part.lengths():
-                if length.unit == "dur" and self.end is None and self.limits is None:
+                if length.unit == "dur" and self.end is None and not self.ends:
                     raise ConfigError(
                         f"`lr_scheduler={name}` needs the number of steps, which is unknown: the data has no length. "
                         "Set `max_steps`, or `max_duration` in samples, tokens or time."
@@ -196,7 +191,7 @@ class RunPosition:
         self._end: float | None = run_length.end
         self._progress = progress
         self.now: float = position
-        if progress is not None and run_length.end is None and run_length.limits is not None:
+        if progress is not None and run_length.end is None and run_length.ends:
             ends = map(run_length.counted, run_length.ends)
             nearest = max(ends, key=lambda end: end.amount(progress) / end.value)
             self.now, self._end = nearest.amount(progress), nearest.value
