@@ -164,7 +164,8 @@ def _read_set(loader: Any, samples: int, seconds: float, names: tuple[str, ...],
     # in random order: sets are often sorted by class or task, and time may end before all samples are read
     indices = np.random.default_rng(0).choice(result.size, min(result.size, samples), replace=False)
     with contextlib.suppress(Exception):  # which is reported below
-        result.is_random = items.columns is None and _differs(dataset, indices[:_READ_TWICE].tolist())
+        reads = ([content_digest(items[index]) for _ in range(2)] for index in indices[:_READ_TWICE].tolist())
+        result.is_random = items.columns is None and any(first != second for first, second in reads)
     end, failing = time.perf_counter() + seconds, result.size
     for index in indices.tolist():
         try:
@@ -178,11 +179,6 @@ def _read_set(loader: Any, samples: int, seconds: float, names: tuple[str, ...],
         if time.perf_counter() > end:
             break
     return result
-
-
-def _differs(dataset: Any, indices: list[int]) -> bool:
-    """Whether any of these samples differs when it is read twice."""
-    return any(content_digest(dataset[index]) != content_digest(dataset[index]) for index in indices)
 
 
 def _stored_parts(dataset: Any, index: int, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:

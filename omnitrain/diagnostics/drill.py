@@ -328,7 +328,7 @@ class _Driver:
         losses = {run: _losses(undisturbed.events("step", run, "0")) for run in undisturbed.runs()}
         return Drill(
             self._script, starts, notes, parts, difference, suspects, is_deterministic,
-            {run: points for run, points in losses.items() if points}, list(_losses_by_start(disturbed)), self._folder,
+            {run: points for run, points in losses.items() if points}, _losses_by_start(disturbed), self._folder,
             remedy if is_deterministic is False else "",
         )  # fmt: skip
 
@@ -653,15 +653,12 @@ def _losses(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in rows if row["loss"] is not None]
 
 
-def _losses_by_start(record: Record) -> Iterator[tuple[str, list[tuple[int, float]]]]:
-    """Yield the run, and the losses of the steps, of each start."""
-    run, rows = "", list[dict[str, Any]]()
+def _losses_by_start(record: Record) -> list[tuple[str, list[tuple[int, float]]]]:
+    """Return the run, and the losses of the steps, of each start that has some."""
+    starts = list[tuple[str, list[tuple[int, float]]]]()
     for row in record.rows.get("0", ()):
         if row["event"] == "start":
-            if rows:
-                yield run, _losses(rows)
-            run, rows = row["run"], []
+            starts.append((row["run"], []))
         elif row["event"] == "step":
-            rows.append(row)
-    if rows:
-        yield run, _losses(rows)
+            starts[-1][1].extend(_losses([row]))
+    return [start for start in starts if start[1]]

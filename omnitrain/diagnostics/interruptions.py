@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import json
 import math
@@ -28,6 +29,8 @@ PHASES = ("data", "step", "evaluation", "save")
 SIGNALS = ("kill", "term", "stop", "disk")
 CLASS_PATH = f"{__name__}.Observer"
 _NUMBERS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": getattr(signal, "SIGSTOP", signal.SIGKILL)}
+# A digest of all content of a value that has one, equal for equal bits.
+digest = functools.partial(content_digest, is_partial=True)
 _CHANGES_OF_DISK = ("mkdir", "write", "link", "rename", "sync")
 
 
@@ -221,12 +224,7 @@ class WatchedDisk:
         return run
 
 
-# --- digests
-
-
-def digest(value: Any) -> str | None:
-    """Return a digest of all content of a value that has one, equal for equal bits."""
-    return content_digest(value, is_partial=True)
+# --- the user's objects
 
 
 def _objects(trainer: Any) -> Iterator[tuple[str, dict[str, str]]]:

@@ -240,7 +240,7 @@ def check_rate(probe: PassProbe) -> Outcome:
         return text, [CheckFinding(
             "warning", "rate", f"`learning_rate`, {name!r}",
             f"at its peak of {rates[-1]:g} the first update changes weights by {median:.0%} of their norm",
-            f"{remedy} Try a rate of {_round_rate(rates[-1] * 1e-2 / median):g}.",
+            f"{remedy} Try a rate of {rates[-1] * 1e-2 / median:.1g}.",
         )]  # fmt: skip
     total = probe.trainer.total_steps
     if median < 1e-7 or (total is not None and median * total < 1e-3):
@@ -252,10 +252,6 @@ def check_rate(probe: PassProbe) -> Outcome:
             f"{remedy} Try a higher rate, or train longer.",
         )]  # fmt: skip
     return text, []
-
-
-def _round_rate(rate: float) -> float:
-    return float(f"{rate:.0e}") if rate > 0 else rate
 
 
 def check_time(probe: PassProbe) -> Outcome:

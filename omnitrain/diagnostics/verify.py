@@ -171,7 +171,9 @@ def verify_folder(path: Path, description: Mapping[str, Any] | None = None, name
     record = starts[-1] if starts else content.get("record") or {}
     if not record:
         uncompared.append(f"packages and script, as there is no {RUN_FILE}")
-    findings += _compare_packages(record.get("packages") or {})
+    packages: Mapping[str, str] = record.get("packages") or {}
+    present = package_versions()
+    findings += _compare("package", packages, {name: present[name] for name in packages if name in present})
     findings += _compare_script(record, uncompared)
     if description is None:
         uncompared.append(
@@ -284,11 +286,6 @@ def _finding(kind: str, name: str, before: Any, after: Any) -> Finding:
     if after is _ABSENT:
         return Finding(kind, name, "gone", before)
     return Finding(kind, name, "same" if before == after else "changed", before, after)
-
-
-def _compare_packages(recorded: Mapping[str, str]) -> list[Finding]:
-    present = package_versions()
-    return _compare("package", recorded, {name: present[name] for name in recorded if name in present})
 
 
 def _compare_script(record: Mapping[str, Any], uncompared: list[str]) -> list[Finding]:
