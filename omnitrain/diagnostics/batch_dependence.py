@@ -62,7 +62,8 @@ class BatchProbe:
         backend = self._trainer.backend
         training = {name: module for name, module in backend.model.named_modules() if module.training}
         with backend.eval_mode(_SEED):
-            reasons = self._find_in_evaluation_mode()
+            effect = 0.0 if self._parts is None else self._difference(self._parts)
+            reasons = [BatchDependence(self._describe_cause(), effect)] if effect else []
             if reasons and self._compare_draws():  # whatever module is tried
                 return reasons
             if reasons:  # a model that sees the padding is equal in parts of the padded batch
@@ -71,13 +72,8 @@ class BatchProbe:
             reasons += self._find_in_modules(training) + self._find_in_algorithms()
         return reasons
 
-    def _find_in_evaluation_mode(self) -> list[BatchDependence]:
-        """Return why the loss depends on the split although no module is in training mode."""
-        if self._parts is None or not (effect := self._difference(self._parts)):
-            return []
-        return [BatchDependence(self._describe_cause(), effect)]
-
     def _describe_cause(self) -> str:
+        """Return why the loss depends on the split although no module is in training mode."""
         if self._compare_draws():
             return "the model draws random numbers in evaluation mode too"
         if self._halves is not None and not self._difference(self._halves):
