@@ -222,8 +222,7 @@ class _Measured:
         self.memory["gradients"] = bytes_of(trained, anywhere)
         if not loop.has_custom_epoch:
             self._run_steps()
-        if loop.sets.train is not None or loop.has_custom_epoch:
-            self._update()
+        self._update()
         if loop.checkpointer.store is not None:
             mode = loop.settings.save_only_model
             self.checkpoint = {"checkpoint": self._checkpoint_bytes(only_model=mode is True)}
