@@ -155,7 +155,7 @@ class Git:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.is_done = True
+        self.is_done: bool = True
         """Whether its answer is final."""
         self._answer: dict[str, Any] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -201,7 +201,8 @@ class Git:
             self._process.wait()
         if self._output is not None:
             self._output.close()
-        self._process, self._output, self.is_done = None, None, True
+        self._process = self._output = None
+        self.is_done = True
 
 
 class StartRecord:

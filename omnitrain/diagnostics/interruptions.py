@@ -30,7 +30,7 @@ SIGNALS = ("kill", "term", "stop", "disk")
 CLASS_PATH = f"{__name__}.Observer"
 _NUMBERS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": getattr(signal, "SIGSTOP", signal.SIGKILL)}
 # A digest of all content of a value that has one, equal for equal bits.
-digest = functools.partial(content_digest, is_partial=True)
+digest: Callable[[Any], str | None] = functools.partial(content_digest, is_partial=True)
 _CHANGES_OF_DISK = ("mkdir", "write", "link", "rename", "sync")
 
 

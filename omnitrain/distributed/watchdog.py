@@ -144,7 +144,8 @@ class StallDetector:
         self._only_silent = only_silent
         self._everywhere = "" if world_size == 1 else f" on all {world_size} processes"
         # Seconds without progress of any rank, or without a heartbeat of one, after which the current call ends.
-        self.limit, self.silence_limit = limit, math.inf
+        self.limit: float = limit
+        self.silence_limit: float = math.inf
         self._ranks: dict[int, _RankState] = {}
         # The longest time that a rank was in a phase before it continued.
         self._longest: dict[str, float] = {}
