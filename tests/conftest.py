@@ -18,6 +18,7 @@ os.environ.update(
 
 import hypothesis
 import numpy as np
+import numpy.testing  # of which some versions start a process
 import programs
 import pytest
 import torch

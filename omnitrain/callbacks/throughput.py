@@ -6,8 +6,8 @@ import contextlib
 import copy
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -20,16 +20,26 @@ from omnitrain.data.sampling import share
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+Shape = tuple[int, ...]
 
-# Attention on a CPU, which PyTorch's counter misses.
-_CPU_FLOPS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, query, key, value, *_, **__: sdpa_backward_flop_count(grad, query, key, value)
-    ),
-}
+
+def _forward_flops(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query, _with_heads_of(query, key), _with_heads_of(query, value))
+
+
+def _backward_flops(grad: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    return sdpa_backward_flop_count(grad, query, _with_heads_of(query, key), _with_heads_of(query, value))
+
+
+def _with_heads_of(query: Shape, shape: Shape) -> Shape:
+    return (shape[0], query[1], *shape[2:])
+
+
+# PyTorch's counter misses attention on a CPU, and that of older versions fails if queries share keys and values.
+_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {}
+for _kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
+    _ATTENTION_FLOPS[getattr(torch.ops.aten, f"_scaled_dot_product_{_kernel}")] = _forward_flops
+    _ATTENTION_FLOPS[getattr(torch.ops.aten, f"_scaled_dot_product_{_kernel}_backward")] = _backward_flops
 # Dense TFLOP/s of 16-bit matrix products with 32-bit accumulation, from data sheets; specific names come first.
 _DENSE_16_BIT = {
     "B200": 2250.0, "H200": 989.4, "H100 PCIe": 756.0, "H100 NVL": 835.5, "H100": 989.4, "A100": 312.0, "L40S": 362.05,
@@ -171,7 +181,7 @@ class Throughput(Callback):
         if name not in self._flops:
             yield
             return
-        with FlopCounterMode(display=False, custom_mapping=_CPU_FLOPS) as counter:
+        with FlopCounterMode(display=False, custom_mapping=_ATTENTION_FLOPS) as counter:
             yield
         self._flops[name] += counter.get_total_flops()
 

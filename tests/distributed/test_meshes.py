@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.utils import ParallelismConfig
 from backends import Indices, asked_for, gap
 from forking import Case, Found, current_rank, joined, play
 from marks import thinned
@@ -22,6 +21,7 @@ from omnitrain import AccelerateTrainer, HFTrainer, Trainer
 from omnitrain.checkpoint.tensor_files import TensorFile, gather_to_host
 from omnitrain.loggers.summary import opening
 
+ParallelismConfig: Any = pytest.importorskip("accelerate", "1.10").utils.ParallelismConfig
 HERE = "test_meshes"
 MESHES: dict[str, dict[str, Any]] = {
     "one": {}, "hf": {}, "shard2": {"dp_shard_size": 2}, "replicate2": {"dp_replicate_size": 2}, "tp2": {"tp_size": 2},
