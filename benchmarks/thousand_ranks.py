@@ -438,7 +438,9 @@ def simulated(rank: int, world_size: int, tape: list[Any], recorder: Recorder) -
     try:
         yield ranks
     finally:
-        ranks._watchdog.stop()
+        ranks._watchdog._closing.set()  # without the heartbeat of a rank that ends
+        for thread in (ranks._watchdog._posting, ranks._watchdog._watching):
+            thread.join(2 * watchdog.POLL_INTERVAL.total_seconds())
         rendezvous._ranks, DistributedDataParallel.__init__ = None, wrap
         ranks_module.dist, ranks_module.distributed_c10d = modules
         watchdog.distributed_c10d = modules[1]
