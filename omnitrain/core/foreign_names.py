@@ -122,8 +122,9 @@ IMPORTS: dict[str, str] = _read("""
     Fabric Accelerator -> `AccelerateTrainer` does it; accelerate's `Accelerator` is one of its arguments.
     Seq2SeqTrainer SFTTrainer -> `HFTrainer` or `Trainer`, with a model of transformers; `Preview` generates texts.
     DPOTrainer GRPOTrainer ORPOTrainer KTOTrainer PPOTrainer RewardTrainer -> Write the loss as a `TrainUnit`.
-    DataCollator DataCollatorWithPadding DataCollatorForSeq2Seq default_data_collator DataCollatorForLanguageModeling ->
-        `Collator`, or those of transformers, as `data_collator`.
+    DataCollator DataCollatorWithPadding DataCollatorForSeq2Seq default_data_collator -> `Collator`, or those of
+        transformers, as `data_collator`.
+    DataCollatorForLanguageModeling -> `Collator`, or those of transformers, as `data_collator`.
     TrainState TrainerState TrainerControl State Timestamp EasyDeLState -> It is `Progress`, as `trainer.progress`.
     Metric MulticlassAccuracy Accuracy -> `compute_metrics=["accuracy"]`, or metrics of torchmetrics.
     notebook_launcher Launcher AutoDistributedRunner JaxDistributedConfig -> `omnitrain launch -n 2 script.py`.

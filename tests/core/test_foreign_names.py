@@ -79,3 +79,8 @@ def test_packages_have_their_public_names(package: str) -> None:
     assert len(names) > 2 and all(getattr(module, name) is getattr(omnitrain, name) for name in names)
     with pytest.raises(AttributeError, match=f"module 'omnitrain.{package}' has no attribute 'Trainer'"):
         _ = module.Trainer
+
+
+@pytest.mark.parametrize("remedies", [ATTRIBUTES, IMPORTS, *CALLS.values()])
+def test_remedies_hold_no_further_names(remedies: dict[str, str]) -> None:
+    assert not [remedy for remedy in remedies.values() if " ->" in remedy]
