@@ -19,8 +19,8 @@ R = TypeVar("R")
 def _read(table: str) -> dict[str, str]:
     """Return the remedy of each name: names, an arrow and their remedy, which may go on in lines without an arrow."""
     remedies: dict[str, str] = {}
-    for entry in re.split(r"\n(?=.* -> )", table.strip()):
-        names, _, remedy = entry.partition(" -> ")
+    for entry in re.split(r"\n(?=.* ->(?: |\n))", table.strip()):
+        names, _, remedy = entry.partition(" ->")
         remedies |= dict.fromkeys(names.split(), " ".join(remedy.split()))
     return remedies
 
