@@ -92,6 +92,7 @@ class Profiler(Callback):
         }  # fmt: skip
         # PyTorch's profiler, in a cycle after its skipped steps.
         self._profile: Any = None
+        self._has_ranges = False
         self._error: Exception | None = None
         # Steps and traces of this run so far.
         self._step_count = self._trace_count = 0
@@ -180,7 +181,7 @@ class Profiler(Callback):
         self._set_ranges(trainer)
 
     def _stop_profile(self, trainer: TrainerLike) -> None:
-        profiler, self._profile = self._profile, None
+        profiler, self._profile, self._has_ranges = self._profile, None, False
         trainer.lifecycle.set_profiler_ranges(self, None)
         profiler.stop()
         if self._error is not None:
@@ -190,7 +191,9 @@ class Profiler(Callback):
     def _set_ranges(self, trainer: TrainerLike) -> None:
         """Add ranges for the parts of traced steps."""
         is_tracing = self._profile.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
-        trainer.lifecycle.set_profiler_ranges(self, record_function if is_tracing else None)
+        if is_tracing != self._has_ranges:
+            self._has_ranges = is_tracing
+            trainer.lifecycle.set_profiler_ranges(self, record_function if is_tracing else None)
 
     def _save_trace(self, trainer: TrainerLike, profiler: profile) -> None:
         """Write the trace of this rank; on the main rank, log the table."""
