@@ -36,10 +36,11 @@ def _with_heads_of(query: Shape, shape: Shape) -> Shape:
 
 
 # PyTorch's counter misses attention on a CPU, and that of older versions fails if queries share keys and values.
-_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {}
-for _kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
-    _ATTENTION_FLOPS[getattr(torch.ops.aten, f"_scaled_dot_product_{_kernel}")] = _forward_flops
-    _ATTENTION_FLOPS[getattr(torch.ops.aten, f"_scaled_dot_product_{_kernel}_backward")] = _backward_flops
+_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{suffix}"): count
+    for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    for suffix, count in (("", _forward_flops), ("_backward", _backward_flops))
+}
 # Dense TFLOP/s of 16-bit matrix products with 32-bit accumulation, from data sheets; specific names come first.
 _DENSE_16_BIT = {
     "B200": 2250.0, "H200": 989.4, "H100 PCIe": 756.0, "H100 NVL": 835.5, "H100": 989.4, "A100": 312.0, "L40S": 362.05,

@@ -701,12 +701,12 @@ def share_of_run(trainer: TrainerLike, who: str, step: int) -> float:
     """
     total, size = trainer.total_steps, trainer.settings.global_batch_size
     if total is None:
-        reason, remedy = (
-            "its length is in time or tokens, or its data have no length",
-            "`epochs` and data of known length",
-        )
         if isinstance(size, Mapping):
-            reason, remedy = f"`global_batch_size={dict(size)!r}` changes in the run", "one number of samples a step"
+            reason = f"`global_batch_size={dict(size)!r}` changes in the run"
+            remedy = "one number of samples a step"
+        else:
+            reason = "its length is in time or tokens, or its data have no length"
+            remedy = "`epochs` and data of known length"
         raise ConfigError(
             f"{who} needs the share of the run that is done, and its number of steps is unknown: {reason}. Pass "
             f"`max_steps`, or {remedy}."

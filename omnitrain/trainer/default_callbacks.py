@@ -38,7 +38,8 @@ def default_callbacks(
         EarlyStopping(patience, settings.early_stopper),
     ]
     if not any(isinstance(callback, ProgressBar) for callback in user_callbacks):
-        callbacks += [] if settings.progress_bar is False else [ProgressBar(settings.progress_bar)]
+        if settings.progress_bar is not False:
+            callbacks.append(ProgressBar(settings.progress_bar))
     elif settings.progress_bar is not None:
         raise ConfigError(
             f"`progress_bar={settings.progress_bar}` has no effect with the ProgressBar in `callbacks`. Leave it "

@@ -438,8 +438,9 @@ class Feed:
 
     def splitter_of(self, loader: Loader) -> Callable[[Any, int], list[Any]]:
         """Return what splits the batches of a loader: that of the user's own, or of what puts its batches together."""
-        own, fetch = getattr(loader, "loader", None), getattr(loader, "fetch", None)
-        for part in (own, getattr(own, "collate_fn", None), getattr(fetch, "collate", None), self._collate):
+        user_loader, fetch = getattr(loader, "loader", None), getattr(loader, "fetch", None)
+        collators = getattr(user_loader, "collate_fn", None), getattr(fetch, "collate", None), self._collate
+        for part in (user_loader, *collators):
             split = getattr(part, "split_batch", None)
             if callable(split):
                 return cast("Callable[[Any, int], list[Any]]", split)

@@ -269,10 +269,8 @@ class Step:
                     f"`algorithms` holds {type(algorithm).__name__}, which cannot work here: {lacking[0]}. Leave it "
                     "out, or train with DDP or FSDP."
                 )
-        reason, names = (
-            unsupported.get("before_update"),
-            self._lifecycle.listeners_to(Event.BEFORE_CLIP, Event.AFTER_CLIP),
-        )
+        reason = unsupported.get("before_update")
+        names = self._lifecycle.listeners_to(Event.BEFORE_CLIP, Event.AFTER_CLIP)
         if reason is not None and names:
             logger.warning(
                 "BEFORE_CLIP and AFTER_CLIP, to which %s listens, do not come here: %s. The norm is in each row of "
